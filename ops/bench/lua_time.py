@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import redis
@@ -18,11 +19,13 @@ from app.dispatch import train_queue
 from app.domain.limits import PROJECT, Charge, Limits, Payer
 from app.domain.records import Model, Session
 from app.domain.results import Result
+from app.errors import LimitReached
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Lease
 
@@ -35,9 +38,10 @@ _BASE = "bench/base"
 Times = dict[str, dict[str, float]]
 
 
-def measure(url: str, scales: Sequence[int], journal: int) -> tuple[dict[str, Times], Times, Times]:
+def measure(url: str, scales: Sequence[int], journal: int) -> tuple[dict[str, Times], Times, Times, Times]:
     """(by the number of models, the times of each script; the times of the scripts that delete a journal of so many
-    calls, and of those that concern a session of as many runs as the largest number of models)."""
+    calls, of those that concern a session of as many runs as the largest number of models, and of those that concern a
+    project of as many sessions)."""
     with connect(url) as client:
         # Only the time in scripts is measured, which is the same.
         client.config_set("appendfsync", "no")
@@ -47,7 +51,7 @@ def measure(url: str, scales: Sequence[int], journal: int) -> tuple[dict[str, Ti
         for models in scales:
             world.grow(models)
             found[f"{models} models"] = dict(world.times())
-        return found, world.deletion(journal), world.large_session(scales[-1])
+        return found, world.deletion(journal), world.large_session(scales[-1]), world.many_sessions(scales[-1])
 
 
 class _World:
@@ -56,7 +60,7 @@ class _World:
     def __init__(self, client: redis.Redis) -> None:
         self._redis, settings = client, EngineSettings()
         self._oplog, self._lifecycle = RedisOpLog(client, settings), RedisLifecycle(client, settings)
-        self._records = RedisRecords(client, settings)
+        self._records, self._quotas = RedisRecords(client, settings), RedisQuotas(client, settings)
         self._model_ids: list[str] = []
         self._random = random.Random(0)
 
@@ -116,17 +120,21 @@ class _World:
 
     def large_session(self, runs: int) -> Times:
         """The times of the scripts that concern all of so many runs of one session."""
-        session, limit = ids.new_session_id(), Limits(live_models=2 * runs)
+        session = ids.new_session_id()
         self._records.put_new(Session.namespace, session, dump(Session("large", time.time())))
         self._lifecycle.heartbeat(session)
         fields = dump(Model("large", session, _BASE, time.time()))
         model_ids = [ids.model_id(session, number) for number in range(runs + _LEASES)]
         for model_id in model_ids[:runs]:
             self._oplog.create_model(model_id, fields)
-        charge = Charge((Payer(PROJECT, "large", limit),), models=1)
 
-        def create(model_id: str) -> None:
+        def create(model_id: str, most: int = 2 * runs) -> None:
+            charge = Charge((Payer(PROJECT, "large", Limits(live_models=most)),), models=1)
             self._oplog.admit(model_id, 0, "create_model", b"", "", fields, charge)
+
+        def fail_to_create(_: int) -> None:
+            with suppress(LimitReached):
+                create(ids.model_id(session, 2 * runs), runs)
 
         def come_back(_: int) -> None:
             self._redis.zrem(keys.SESSIONS_HEARD, session)
@@ -134,8 +142,33 @@ class _World:
 
         return {
             "admit a run": self._each(model_ids[runs:], create),
+            "admit a run above the limit": self._each(range(5), fail_to_create),
+            "used, of runs": self._each(range(5), lambda _: self._quotas.used(Payer(PROJECT, "large", Limits()))),
             "heartbeat of a session that ended": self._each(range(5), come_back),
             "move_session": self._each(["a", "b", "large"], lambda project: self._lifecycle.move(session, project)),
+            "finish": self._each([session], lambda _: self._lifecycle.finish(session, "success")),
+            "used, of runs of a session that ended": self._each(
+                range(5), lambda _: self._quotas.used(Payer(PROJECT, "large", Limits()))
+            ),
+        }
+
+    def many_sessions(self, sessions: int) -> Times:
+        """The times of the scripts that concern all of so many sessions of one project."""
+
+        def open_one(most: int) -> None:
+            payer = Payer(PROJECT, "many", Limits(live_sessions=most))
+            with suppress(LimitReached):
+                session = dump(Session("many", time.time()))
+                self._lifecycle.open(ids.new_session_id(), session, Charge((payer,), sessions=1))
+
+        for _ in range(sessions):
+            open_one(2 * sessions)
+        hasty = RedisLifecycle(self._redis, EngineSettings(session_s=0.001))
+        return {
+            "open_session": self._each(range(20), lambda _: open_one(2 * sessions)),
+            "open_session above the limit": self._each(range(5), lambda _: open_one(sessions)),
+            "used, of sessions": self._each(range(5), lambda _: self._quotas.used(Payer(PROJECT, "many", Limits()))),
+            "expire, of a thousand sessions": self._each(range(5), lambda _: hasty.expire()),
         }
 
     def _seq_behind(self, model_id: str) -> int:

@@ -135,6 +135,8 @@ ADDED: dict[str, set[str]] = {
         *("tinsmith:sessions_of:", "tinsmith:session_owners", "tinsmith:sessions_live:"),
         "tinsmith:samplers_used",
     },
+    # Keys that ecb7b39 writes only to note that it made lists which it finds made.
+    "keys gone": {"tinsmith:runs_listed"},
     # Keys that start so and are now deleted before they expire; every version does without them.
     "keys deleted": {"tinsmith:home:"},
     # Steps of which a plain command, which Redis refuses when full, is a script by now. It leaves the same behind.

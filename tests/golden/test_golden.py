@@ -92,7 +92,14 @@ def test_a_manifest_written_then_is_read_as_what_it_was(name: str):
 def test_scripts_answer_the_same_and_leave_the_same_behind(scenario: str, played: dict[str, Any]):
     steps, frozen = played[scenario], FROZEN["scripts"][scenario]
     for step, expected in zip(steps, frozen, strict=True):
-        assert without_added(step) == expected
+        assert without_added(step) == without_gone(expected)
+
+
+def without_gone(step: dict[str, Any]) -> dict[str, Any]:
+    """A step of ecb7b39 without the listed keys that are not left behind any more."""
+    if "keys" not in step:
+        return step
+    return {**step, "keys": {key: held for key, held in step["keys"].items() if key not in ADDED["keys gone"]}}
 
 
 def without_added(step: dict[str, Any]) -> dict[str, Any]:

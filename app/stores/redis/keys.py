@@ -54,8 +54,8 @@
                               runner reports the tokens it used; expires
     rates:<payer>       HASH  requests, tokens: the amount missing in the bucket of that rate at requests_at, tokens_at
                               (ms); expires when both buckets are full again
-    runs:<payer>        SET   its runs that have not ended, in sessions that have not ended
-    runs_listed         STR   exists once all runs are in these sets
+    runs:<payer>        SET   its live runs; those that ended with their session, in silence, are removed at a count, or
+                              by a maintenance task that corrects all lists in turn
     stored              HASH  payer -> the bytes of its checkpoints
     reserved            HASH  payer -> the bytes reserved for checkpoints that are not made yet
     reservations        HASH  path of such a checkpoint -> its reservation as JSON: bytes, payers, lapses (ms)
@@ -83,8 +83,7 @@
     session_owners      HASH  session -> the project whose list it is on
     models_of:<project>  ZSET  its run, ended or not -> unix seconds of its creation, corrected as `sessions_of` is
     model_owners        HASH  run -> the project whose list it is on
-    sessions_live:<payer>  SET  its sessions that have not ended; those that have are removed at the next count, or by
-                              that task
+    sessions_live:<payer>  SET  its sessions that have not ended; those that expired are removed as `runs` are
     orphans             ZSET  object-store prefix -> ms since when no known reference to it exists
     <namespace>:<id>    HASH  sessions, samplers, handovers, checkpoints, uploads, losses, workers, refusals
                               (app/domain/records.py);

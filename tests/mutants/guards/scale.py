@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 # Without the fixtures of the API's own tests, which take seconds to load.
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _LARGE = f"{_STORES}/test_large_content.py"
+_SESSIONS = f"{_STORES}/test_session_lists.py"
 _LIMITS = f"{_STORES}/test_limits.py"
 _RUNS = f"{_STORES}/test_run_lists.py"
 _LISTS = "tests/unit/app/api/test_lists.py"
@@ -100,16 +101,58 @@ MUTANTS = (
         f"{_RETIRED}::test_a_session_of_many_runs_is_retired_in_parts_that_read_its_samplers_once_each",
     ),
     Mutant(
-        "runs: those below a limit are not looked at",
+        "runs and sessions: those below a limit are not looked at",
         "app/stores/redis/lua/limits.lua",
-        "  if most and held <= most then return held end\n",
+        "  if most and listed <= most then return listed end\n",
         "",
-        f"{_LIMITS}::test_a_new_model_reads_none_of_the_others_below_the_limit_and_no_more_than_it_above",
+        f"{_LIMITS}::test_a_count_looks_at_no_run_below_the_limit_and_at_no_more_than_500",
+    ),
+    Mutant(
+        "runs and sessions: a count looks at few of many",
+        "app/stores/redis/lua/limits.lua",
+        "redis.call('SRANDMEMBER', list, LOOKED_AT_ONCE)",
+        "redis.call('SMEMBERS', list)",
+        f"{_SESSIONS}::test_a_new_session_looks_at_no_other_below_the_limit_and_at_no_more_than_500",
+    ),
+    Mutant(
+        "sessions: a finished one leaves the list of live ones",
+        "app/stores/redis/lua/lifecycle.lua",
+        "list_session(ARGV[1])\nlist_runs(ARGV[1], 'SREM')",
+        "list_runs(ARGV[1], 'SREM')",
+        f"{_SESSIONS}::test_a_new_session_looks_at_no_other_below_the_limit_and_at_no_more_than_500",
+    ),
+    Mutant(
+        "runs: those of a finished session leave the lists",
+        "app/stores/redis/lua/lifecycle.lua",
+        "list_runs(ARGV[1], 'SREM')\n",
+        "",
+        f"{_LIMITS}::test_a_run_leaves_the_lists_when_it_is_unloaded_or_its_session_finished_until_its_next_call",
+    ),
+    Mutant(
+        "runs: one that is unloaded leaves the lists",
+        "app/stores/redis/lua/lifecycle.lua",
+        "  list_run(ARGV[1], 'SREM')  -- `admit`",
+        "  -- `admit`",
+        f"{_LIMITS}::test_a_run_leaves_the_lists_when_it_is_unloaded_or_its_session_finished_until_its_next_call",
+    ),
+    Mutant(
+        "runs: one with a call is no more unloaded",
+        "app/stores/redis/lua/journal.lua",
+        "  if head[4] then list_run(model, 'SADD') end\n",
+        "",
+        f"{_LIMITS}::test_a_run_leaves_the_lists_when_it_is_unloaded_or_its_session_finished_until_its_next_call",
+    ),
+    Mutant(
+        "runs: those of an expired session are taken off in turn",
+        "app/stores/redis/lua/sessions.lua",
+        "  list_run(id, is_live(id) and 'SADD' or 'SREM')",
+        "  list_run(id, 'SADD')",
+        f"{_LIMITS}::test_runs_of_a_session_that_expired_are_taken_off_the_lists_in_turn",
     ),
     Mutant(
         "runs: a session comes back in slices",
         "app/stores/redis/lua/lifecycle.lua",
-        ", 'LIMIT', 0, HEARD_AT_ONCE",
+        ", 'LIMIT', 0, LISTED_AT_ONCE",
         "",
         f"{_LIMITS}::test_runs_of_a_large_session_that_comes_back_count_again_in_slices",
     ),

@@ -19,7 +19,7 @@ MUTANTS = (
     Mutant(
         "sessions: the limit of live ones",
         f"{_LUA}/limits.lua",
-        "    if live + charge.sessions > limits.live_sessions then",
+        "    local live = live_sessions(payer, most)\n    if live > most then",
         "    if false then",
         f"{_SESSIONS}::test_a_session_over_the_limit_is_refused_until_another_has_ended",
     ),

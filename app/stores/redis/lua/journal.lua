@@ -63,7 +63,7 @@ register_model(ARGV[1], 2)
 return 1
 
 -- script: admit
--- needs: content, hear, is_far, no_room, no_room_for_results, now_ms, pages, register_model, take, train_queue
+-- needs: content, hear, is_far, list_run, no_room, no_room_for_results, now_ms, pages, register_model, take, train_queue
 -- Journal an Op and its pending future, once. ARGV: payload, or '' with the key that will hold it (or ''), its size;
 -- model id, seq, request id, kind, digest, charge (or ''), entry in its project's audit log (or ''), and for a model to
 -- register in the same step: field, value, ...
@@ -94,7 +94,7 @@ local function is_awaited_by_parts(applied)
 end
 
 local function admit()
-  local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner', 'ended')
+  local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner', 'ended', 'unloaded')
   if not head[1] and #ARGV < FIELDS then return {'unknown', ''} end
   local holder = redis.call('GET', 'tinsmith:lease:' .. model) or ''
   local known = redis.call('HMGET', 'tinsmith:future:' .. request, 'digest', 'refused')
@@ -122,6 +122,7 @@ local function admit()
              'owner', cjson.decode(head[2]), 'digest', digest, 'state', 'pending', 'admitted', now)
   redis.call('ZADD', 'tinsmith:journal:' .. model, seq, seq)
   redis.call('HSET', 'tinsmith:models:' .. model, 'last_request', now)
+  if head[4] then list_run(model, 'SADD') end
   if audited ~= '' then
     redis.call('HSET', page_of('audit', cjson.decode(head[2]), hour_now()), request, string.format('%.0f ', now) .. audited)
   end

@@ -1,10 +1,21 @@
 -- The ends of sessions, models and samplers.
 
--- part: hear
--- needs: list_run, list_session
--- A run takes 3 us to list. `relist_runs` lists further ones of a session that is open again.
-local HEARD_AT_ONCE = 1000
+-- part: list_runs
+-- needs: list_run
+-- A run takes 3 us to list. `relist_runs` corrects the lists of further ones.
+local LISTED_AT_ONCE = 1000
 
+-- List the runs of a session for their payers ('SADD'), or take them off ('SREM').
+local function list_runs(session, how)
+  local prefix = session .. ':train:'
+  local first, last = '[' .. prefix, '(' .. prefix .. '\255'
+  for _, model in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:models', first, last, 'LIMIT', 0, LISTED_AT_ONCE)) do
+    list_run(model, how)
+  end
+end
+
+-- part: hear
+-- needs: list_runs, list_session
 -- Note that a session (its id as JSON, or false) is in use. An expired session is open again; one that its client
 -- finished keeps that status.
 local function hear(session, now)
@@ -12,11 +23,7 @@ local function hear(session, now)
   local id = cjson.decode(session)
   if redis.call('ZADD', 'tinsmith:sessions_heard', now, id) == 1 then
     list_session(id)  -- it may have ended before, and it and its runs have been taken out
-    local prefix = id .. ':train:'
-    local first, last = '[' .. prefix, '(' .. prefix .. '\255'
-    for _, model in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:models', first, last, 'LIMIT', 0, HEARD_AT_ONCE)) do
-      list_run(model, 'SADD')
-    end
+    list_runs(id, 'SADD')
   end
   redis.call('ZREM', 'tinsmith:sessions_ended', id)
   local key = 'tinsmith:sessions:' .. id
@@ -73,13 +80,15 @@ if heard and now - heard > POLL_MS then redis.call('ZADD', 'tinsmith:sessions_he
 return 0
 
 -- script: finish flags=allow-oom
--- needs: now_ms
+-- needs: list_runs, list_session, now_ms
 -- Finish a session for its client; the first reason stays. ARGV: session id, reason as JSON. Returns 0.
 local key = 'tinsmith:sessions:' .. ARGV[1]
 local status = redis.call('HGET', key, 'status')
 if status == '"open"' or status == '"expired"' then redis.call('HSET', key, 'status', ARGV[2]) end
 redis.call('ZREM', 'tinsmith:sessions_heard', ARGV[1])
 redis.call('ZADD', 'tinsmith:sessions_ended', 'NX', now_ms(), ARGV[1])
+list_session(ARGV[1])
+list_runs(ARGV[1], 'SREM')
 return 0
 
 -- script: expire flags=allow-oom
@@ -200,11 +209,14 @@ end
 return {cjson.decode(head[2]), holder, head[5] or 'false'}
 
 -- script: unload flags=allow-oom
--- needs: now_ms
+-- needs: list_run, now_ms
 -- Note that a model's client is done with it: its owner may release the model once no Op waits, until a new Op arrives.
 -- ARGV: model id. Returns 0.
 local key = 'tinsmith:models:' .. ARGV[1]
-if redis.call('EXISTS', key) == 1 then redis.call('HSET', key, 'unloaded', now_ms()) end
+if redis.call('EXISTS', key) == 1 then
+  redis.call('HSET', key, 'unloaded', now_ms())
+  list_run(ARGV[1], 'SREM')  -- `admit` lists it again
+end
 return 0
 
 -- script: unwanted flags=allow-oom

@@ -34,17 +34,10 @@ local function list_session(id)
 end
 
 -- part: live_sessions
--- The number of a payer's sessions that have not ended. Others leave its list; `hear` adds one that is open again.
-local function live_sessions(payer)
-  local listed, live = 'tinsmith:sessions_live:' .. payer.name, 0
-  for _, id in ipairs(redis.call('SMEMBERS', listed)) do
-    if redis.call('ZSCORE', 'tinsmith:sessions_heard', id) then
-      live = live + 1
-    else
-      redis.call('SREM', listed, id)
-    end
-  end
-  return live
+-- needs: count_live
+local function live_sessions(payer, most)
+  local function is_heard(id) return redis.call('ZSCORE', 'tinsmith:sessions_heard', id) end
+  return count_live('tinsmith:sessions_live:' .. payer.name, is_heard, most)
 end
 
 -- script: open_session
@@ -61,13 +54,11 @@ hear(cjson.encode(ARGV[1]), now_ms())
 return {}
 
 -- script: relist_runs flags=allow-oom
--- needs: list_owned, list_run
--- Correct the lists of projects' runs, and list those whose session has not ended with the runs of their payers that may
--- be live. ARGV: ids of runs that are there or gone. Returns 0.
+-- needs: list_owned, list_run, live_runs
+-- Correct the lists that runs are on. ARGV: ids of runs that are there or gone. Returns 0.
 for _, id in ipairs(ARGV) do
   list_owned('model', id)
-  local session = redis.call('HGET', 'tinsmith:models:' .. id, 'session_id')
-  if session and redis.call('ZSCORE', 'tinsmith:sessions_heard', cjson.decode(session)) then list_run(id, 'SADD') end
+  list_run(id, is_live(id) and 'SADD' or 'SREM')
 end
 return 0
 

@@ -148,6 +148,22 @@ def test_a_session_over_the_limit_is_refused_until_another_has_ended(client, sto
     assert live(client) == 2
 
 
+def test_a_new_session_looks_at_no_other_below_the_limit_and_at_no_more_than_500(client, stored, lifecycle):
+    def looks(session: str, limit: int) -> int:
+        client.config_resetstat()
+        opened(lifecycle, session, (Payer("project", "me", Limits(live_sessions=limit)),))
+        return int(client.info("commandstats")["cmdstat_zscore"]["calls"])
+
+    alone = looks("first", 700)
+    for number in range(699):
+        opened(lifecycle, f"s{number}", ())
+    with pytest.raises(LimitReached, match="project me has 700 sessions"):
+        looks("one more", 700)
+    assert 500 <= client.info("commandstats")["cmdstat_zscore"]["calls"] <= 510
+    lifecycle.finish("s7", "success")
+    assert looks("one more", 700) == alone
+
+
 def test_a_key_has_a_limit_of_its_own(client, lifecycle):
     payers = Payer("project", "me", Limits()), Payer("key", "k", Limits(live_sessions=1))
     opened(lifecycle, "a", payers)
