@@ -32,7 +32,9 @@ from app.stores.redis.types import Call, Future, ModelLine, Unfinished
 _SNAPSHOT_AGE_S = 0.5
 _SAMPLE = "sample"
 _STATE_SNAPSHOT_AGE_S = 2.0
-_PARENTS = 4096
+# Twice the models and samplers that a default API has polls for, if each is for another one. With more of them than
+# places, each poll would read its own anew.
+_PARENTS = 10_000
 # With this many calls waiting, a snapshot takes about 50 ms, most of it in this process. A call further behind gets no
 # position.
 _MOST_POSITIONS = 10_000
@@ -129,7 +131,8 @@ class QueueStates:
 
     def of(self, future: Future) -> QueueState:
         """The state of a future that is still pending."""
-        snapshot = self._snapshots.newest(_STATE_SNAPSHOT_AGE_S)
+        # Few polls are answered at a time, so no other one could be while these wait for a snapshot.
+        snapshot = self._snapshots.newest(_STATE_SNAPSHOT_AGE_S, waits=False)
         return self.at(snapshot, future.request_id, future.kind, future.model_id) if snapshot else ACTIVE
 
     def at(self, snapshot: QueueSnapshot, request_id: str, kind: str, parent_id: str) -> QueueState:
@@ -169,7 +172,7 @@ class QueueSnapshot:
 
 
 class QueueSnapshots:
-    """Takes and caches snapshots of the queue. One snapshot serves all polls within a moment, as 2,000 long polls may
+    """Takes and caches snapshots of the queue. One snapshot serves all polls within a moment, as 5,000 long polls may
     end within seconds. `weight_of` returns a project's weight."""
 
     def __init__(
@@ -180,15 +183,20 @@ class QueueSnapshots:
         self._taken_at = float("-inf")
         self._newest: QueueSnapshot | None = None
 
-    def newest(self, age_s: float) -> QueueSnapshot | None:
-        """A snapshot at most about `age_s` old; None while none ever succeeded."""
-        with self._lock:
+    def newest(self, age_s: float, *, waits: bool = True) -> QueueSnapshot | None:
+        """A snapshot at most about `age_s` old; None while none ever succeeded. Without `waits`, it is the one before
+        while another thread takes the next."""
+        if not self._lock.acquire(blocking=waits or self._newest is None):
+            return self._newest
+        try:
             if time.monotonic() - self._taken_at > age_s:
                 # The time is set first, so that in an outage only one caller per interval waits for the failure,
                 # instead of all callers one after another.
                 self._taken_at = time.monotonic()
                 self._newest = self._take()
             return self._newest
+        finally:
+            self._lock.release()
 
     def _take(self) -> QueueSnapshot:
         workers, unfinished = self._bases.workers(), self._backlog.unfinished(_MOST_POSITIONS)
@@ -217,12 +225,21 @@ class _WorkerPool:
         return calls / rate if rate else None
 
 
-@dataclass(frozen=True, slots=True)
 class _Lane:
-    """The waiting calls at one node: per project the calls of each model, and their sum."""
+    """The waiting calls at one node: `models` holds, for each project, the waiting calls of each of its models.
+    `waiting` holds their sum."""
 
-    models: Mapping[str, Mapping[str, int]]
-    waiting: Mapping[str, int]
+    def __init__(self, models: Mapping[str, Mapping[str, int]]) -> None:
+        self._models = models
+        self.waiting = {owner: sum(own.values()) for owner, own in models.items()}
+        self._in_turns: dict[tuple[str, int], int] = {}
+
+    def in_turns(self, owner: str, turns: int) -> int:
+        """The calls that run while each of the project's models has so many turns. They are counted once for all calls
+        with this number: a project may have thousands of models."""
+        if (owner, turns) not in self._in_turns:
+            self._in_turns[owner, turns] = sum(min(count, turns) for count in self._models[owner].values())
+        return self._in_turns[owner, turns]
 
 
 class QueuePositions:
@@ -254,8 +271,9 @@ class QueuePositions:
         if earlier < 0:
             return None
         lane = self._lane(line.queue, line.node)
-        mine = ((count, 1.0) for other, count in lane.models[line.owner].items() if other != line.model_id)
-        before = self._behind_others(_behind(earlier, mine), line.owner, lane.waiting)
+        turns = earlier + 1
+        mine = earlier + lane.in_turns(line.owner, turns) - min(line.waiting, turns)
+        before = self._behind_others(mine, line.owner, lane.waiting)
         if line.running and not earlier:
             return Position(0, 0.0, running=True)
         if not line.admitted:
@@ -283,7 +301,7 @@ class QueuePositions:
             for line in self._lines.values():
                 if line.queue == queue and _share_a_worker(line.node, node):
                     models[line.owner][line.model_id] = line.waiting
-            self._lanes[queue, node] = _Lane(models, {owner: sum(own.values()) for owner, own in models.items()})
+            self._lanes[queue, node] = _Lane(models)
         return self._lanes[queue, node]
 
     def _pool(self, queue: str) -> _WorkerPool:
@@ -295,8 +313,8 @@ class QueuePositions:
 
 
 def _behind(own: int, others: Iterable[tuple[int, float]]) -> int:
-    """The number of calls that run before a call with `own` earlier calls of its own. `others` holds, for each other
-    project or model, its waiting calls and its turns per turn of this one."""
+    """The number of calls that run before a call with `own` earlier calls of its project. `others` holds, for each
+    other project, its waiting calls and its turns per turn of this one."""
     return own + sum(min(waiting, ceil((own + 1) * turns)) for waiting, turns in others)
 
 

@@ -170,4 +170,19 @@ MUTANTS = (
         "",
         f"{_RUNS}::test_a_later_move_wins_over_slices_that_are_left",
     ),
+    # Positions of many waiting calls.
+    Mutant(
+        "positions: the models of a project are counted once",
+        "app/services/queue.py",
+        "if (owner, turns) not in self._in_turns:",
+        "if True:",
+        "tests/unit/app/services/test_queue.py::test_the_models_of_a_project_are_counted_once_for_all_of_its_calls",
+    ),
+    Mutant(
+        "positions: what runs a call is read once for each of 5,000 models",
+        "app/services/queue.py",
+        "_PARENTS = 10_000",
+        "_PARENTS = 4096",
+        "tests/unit/app/services/test_queue_states.py::test_5000_polls_for_a_model_each_read_none_of_them_twice",
+    ),
 )

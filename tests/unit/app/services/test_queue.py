@@ -82,6 +82,29 @@ def test_alone_the_number_is_exact_and_grows_with_the_seq() -> None:
     ]
 
 
+def test_the_models_of_a_project_are_counted_once_for_all_of_its_calls() -> None:
+    class Waiting(int):
+        """A number of calls that notes when it is compared."""
+
+        looks = 0
+
+        def __gt__(self, other: int) -> bool:
+            Waiting.looks += 1
+            return super().__gt__(other)
+
+        def __lt__(self, other: int) -> bool:
+            Waiting.looks += 1
+            return super().__lt__(other)
+
+    positions = training(*(line(f"m{number}", waiting=Waiting(2)) for number in range(1000)))
+    assert positions.of("m0:train:0:10").before == 999
+    Waiting.looks = 0
+    for number in range(1, 1000):
+        assert positions.of(f"m{number}:train:0:10").before == 999
+    assert Waiting.looks < 10 * 1000
+    assert positions.of("m0:train:0:11").before == 1 + 999 * 2
+
+
 def test_a_long_queue_of_another_costs_one_call_for_each_of_ones_own() -> None:
     found = training(line("a", waiting=2), line("heavy", "you", waiting=500))
     assert [found.of(f"a:train:0:{seq}").before for seq in (10, 11)] == [1, 3]

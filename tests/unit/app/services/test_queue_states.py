@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from app.domain.records import Model, Sampler, Worker
@@ -107,12 +110,44 @@ def test_2000_polls_that_end_together_cost_one_snapshot_and_one_read_a_parent() 
     assert (world.snapshots, world.reads) == (1, 2)
 
 
+def test_5000_polls_for_a_model_each_read_none_of_them_twice() -> None:
+    world = World()
+    found = states(world)
+    world.records = {f"s:train:{number}": dump(Model("me", "s", BASE, 0.0)) for number in range(5000)}
+    for _ in range(2):
+        for number in range(5000):
+            found.of(Future(f"s:train:{number}:0", "optim_step", f"s:train:{number}", "me", "pending", None))
+    assert world.reads == 5000
+
+
 def test_a_snapshot_grows_old(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     found = states(world)
     monkeypatch.setattr("app.services.queue._STATE_SNAPSHOT_AGE_S", 0.0)
     assert found.of(SAMPLE) == ACTIVE
     world.workers.discard(("sampler", BASE))
+    assert found.of(SAMPLE).name == "paused_capacity"
+
+
+def test_while_one_poll_takes_a_snapshot_others_get_the_one_before() -> None:
+    world, reading, done = World(), threading.Event(), threading.Event()
+    found = states(world)
+    found.of(SAMPLE)
+    found._snapshots._taken_at = float("-inf")
+
+    def slow(most: int) -> Unfinished:
+        reading.set()
+        assert done.wait(30)
+        return world.waiting
+
+    world.unfinished = slow  # type: ignore[method-assign]
+    world.workers.clear()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(found.of, SAMPLE)
+        assert reading.wait(60)
+        assert found.of(SAMPLE) == ACTIVE
+        done.set()
+        assert first.result().name == "paused_capacity"
     assert found.of(SAMPLE).name == "paused_capacity"
 
 
