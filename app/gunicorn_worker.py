@@ -17,7 +17,7 @@ import selectors
 import socket
 import struct
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -49,6 +49,8 @@ IDLE_A_THREAD = 3
 """Idle connections that are kept for each thread."""
 # More resumed requests at once would only make other requests wait for Python's global lock.
 _RESUMED_AT_ONCE = 8
+# Suspended requests whose time ends within the same slot are counted together.
+_SLOT_S = 0.1
 # A larger request is not suspended: its bytes are kept until then.
 _SUSPENDED_BYTES = 16 * 1024
 Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
@@ -145,9 +147,33 @@ class TimedUnreader(SocketUnreader):  # type: ignore[misc]
 class Request(Suspension):
     """A request that a thread has or that is suspended, with its bytes and those that its client sent after it."""
 
+    slot = 0
+
     def __init__(self, conn: TConn, data: bytes, on_resume: Callable[[Request], None]) -> None:
         super().__init__(on_resume)
         self.conn, self.data = conn, data
+
+
+class Ends:
+    """Spreads the ends of suspensions. Clients poll again at once, so polls that began together would end together for
+    ever, 5,000 within seconds, and other calls would wait for them each time."""
+
+    def __init__(self) -> None:
+        self._ending = Counter[int]()
+
+    def take(self, now: float, seconds: float) -> tuple[float, int]:
+        """An end in the second half of the next `seconds`, and its slot: the slot with the fewest ends, and of several
+        the last."""
+        last, half = int((now + seconds) / _SLOT_S), int((now + seconds / 2) / _SLOT_S)
+        slot = min(range(last, half, -1), key=self._ending.__getitem__, default=last)
+        self._ending[slot] += 1
+        return now + seconds - (last - slot) * _SLOT_S, slot
+
+    def free(self, slot: int) -> None:
+        """Forgets an end in this slot."""
+        self._ending[slot] -= 1
+        if not self._ending[slot]:
+            del self._ending[slot]
 
 
 class _IsSuspended(Exception):
@@ -167,6 +193,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         self._suspended: set[Request] = set()
         # Also requests that were resumed earlier.
         self._deadlines: list[tuple[float, int, Request]] = []
+        self._ends = Ends()
         self._woken, self._expired = deque[Request](), deque[Request]()
         self._resumed = 0
         self._expire_at = 0.0
@@ -298,7 +325,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         """Puts the parser back to before the request, and listens to the client."""
         request.conn.parser.mesg = None  # else it would end here if the client wants the connection closed
         request.conn.parser.unreader.take_buffered()  # `request.data` has it
-        heapq.heappush(self._deadlines, (time.monotonic() + request.seconds, id(request), request))
+        ends, request.slot = self._ends.take(time.monotonic(), request.seconds)
+        heapq.heappush(self._deadlines, (ends, id(request), request))
         self._suspended.add(request)
         request.conn.sock.setblocking(False)
         self.poller.register(request.conn.sock, selectors.EVENT_READ, partial(self._hear, request))
@@ -330,6 +358,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def _end_suspension(self, request: Request) -> None:
         self._suspended.discard(request)
+        self._ends.free(request.slot)
         self._unregister(request.conn)
         request.end()
 

@@ -65,6 +65,20 @@ MUTANTS = (
         f"{_SUSPENSION}::test_few_resumed_requests_are_in_threads_at_once_and_those_with_news_come_first",
     ),
     Mutant(
+        "suspension: holds that began together do not end together",
+        _WORKER,
+        "key=self._ending.__getitem__, default=last",
+        "key=lambda slot: -slot, default=last",
+        f"{_SUSPENSION}::test_holds_that_begin_together_end_one_after_another_in_the_second_half_of_their_time",
+    ),
+    Mutant(
+        "suspension: an end that is over is forgotten",
+        _WORKER,
+        "        self._ends.free(request.slot)\n",
+        "",
+        f"{_SUSPENSION}::test_suspended_requests_leave_no_end_behind",
+    ),
+    Mutant(
         "suspension: bytes that follow are not read twice",
         _WORKER,
         "        request.conn.parser.unreader.take_buffered()",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from gunicorn.glogging import Logger
 from gunicorn.workers.gthread import TConn
 
 from app import gunicorn_worker
-from app.gunicorn_worker import Worker
+from app.gunicorn_worker import Ends, Worker
 from app.suspension import SUSPENSION, Suspension
 
 LONG_S = 600.0
@@ -264,3 +265,32 @@ def test_a_request_that_the_event_loop_does_not_hold_whole_cannot_be_suspended(
     client.ask(**options)
     turn(worker, lambda: b"HTTP/1.1 200" in client.answer() or application.found)
     assert application.found == []
+
+
+def test_holds_that_begin_together_end_one_after_another_in_the_second_half_of_their_time() -> None:
+    ends = Ends()
+    together = [ends.take(100.0, 30.0) for _ in range(3000)]
+    times = sorted(end for end, _ in together)
+    assert times[0] > 115 - 0.1 and times[-1] == 130.0
+    slots = Counter(slot for _, slot in together)
+    assert (len(slots), set(slots.values())) == (150, {20}), "15 s have 150 slots of 0.1 s"
+    assert ends.take(102.0, 30.0)[0] == 132.0, "a later one has a slot of its own"
+
+
+def test_a_slot_whose_holds_are_over_is_free_again() -> None:
+    ends = Ends()
+    _, slot = ends.take(100.0, 30.0)
+    assert ends.take(100.0, 30.0)[1] < slot
+    ends.free(slot)
+    assert ends.take(100.0, 30.0) == (130.0, slot)
+
+
+def test_suspended_requests_leave_no_end_behind(
+    worker: Worker, application: Application, connect: Callable[[], Client]
+) -> None:
+    suspend(worker, [connect(), connect()])
+    assert worker._ends._ending.total() == 2
+    for suspension in application.found:
+        suspension.resume()
+    turn(worker, lambda: len(application.over) == 2)
+    assert not worker._ends._ending
