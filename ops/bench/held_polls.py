@@ -46,15 +46,22 @@ class Seen:
     again: int = 0
 
 
+def clients_for(polls: int) -> int:
+    """The clients of which so many can be held at every moment: 1 % may be between an answer and their next poll."""
+    return polls + polls // 100
+
+
 def measure(api: servers.Api, polls: int, warm_s: float, seconds: float) -> dict[str, Any]:
-    """Figures of `seconds`. They begin `warm_s` after all polls are held, so that holds which began together have come
-    apart."""
+    """Figures of `seconds`. They begin `warm_s` after so many polls are held, so that holds which began together have
+    come apart."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with connect(api.settings.redis.url) as redis, closing(Client(api.url)) as client:
         oplog = RedisOpLog(redis, api.settings.engine)
         session = client.call("create_session", {"sdk_version": "0.38.0", "tags": []})["session_id"]
-        model_ids = [ids.model_id(session, number) for number in range(max(polls, int(seconds / _WAKE_EVERY_S)))]
+        model_ids = [
+            ids.model_id(session, number) for number in range(max(clients_for(polls), int(seconds / _WAKE_EVERY_S)))
+        ]
         for model_id in model_ids:
             fields = dump(Model(PROJECT, session, INFO.name, time.time()))
             oplog.admit(model_id, 0, "create_model", b"", "", fields)
@@ -68,7 +75,7 @@ class _Run:
         self._connecting = asyncio.Semaphore(_CONNECTING)
 
     async def measure(self, polls: int, warm_s: float, seconds: float) -> dict[str, Any]:
-        clients = [asyncio.create_task(self._poll(number)) for number in range(polls)]
+        clients = [asyncio.create_task(self._poll(number)) for number in range(clients_for(polls))]
         try:
             await self._await_held(polls)
             await asyncio.sleep(warm_s)
@@ -87,6 +94,7 @@ class _Run:
         wakes = [1000 * (self._seen.arrived[id_] - at) for id_, at in self._committed.items()]
         return {
             "polls": polls,
+            "clients": len(clients),
             "held": min(held),
             "seconds": seconds,
             "polls_again_per_s": again / passed,

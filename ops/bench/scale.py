@@ -17,6 +17,7 @@ from app.domain.records import Model, Session
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
+from app.suspension import SUSPENDED_A_THREAD
 from ops.bench import api_body, held_polls, large_calls, lua_time, servers, timing
 from ops.bench.client import Client
 from ops.bench.report import Goal, Outcome
@@ -43,7 +44,8 @@ def run(
     large: int = _LARGE,
 ) -> Outcome:
     found: dict[str, Any] = {}
-    with servers.prepared_api(_made(folder / "polls"), api_body.INFO) as api, servers.running_api(api):
+    places = held_polls.clients_for(polls) // SUSPENDED_A_THREAD
+    with servers.prepared_api(_made(folder / "polls"), api_body.INFO, places) as api, servers.running_api(api):
         found["held_polls"] = held_polls.measure(api, polls, warm_s, seconds)
     with servers.prepared_api(_made(folder / "lists"), api_body.INFO) as api, servers.running_api(api):
         found["lists_ms"] = _lists(api, foreign)

@@ -109,7 +109,7 @@ class Api:
 
 
 @contextmanager
-def prepared_api(folder: Path, info: BaseModelInfo) -> Iterator[Api]:
+def prepared_api(folder: Path, info: BaseModelInfo, poll_capacity: int | None = None) -> Iterator[Api]:
     """A Valkey server, and settings for an API on it that sees a trainer for the base model of `info`."""
     redis_port, password = checks.free_port("127.0.0.1", 0), "bench"
     config = folder / "valkey.conf"
@@ -120,7 +120,7 @@ def prepared_api(folder: Path, info: BaseModelInfo) -> Iterator[Api]:
         redis_url = valkey.url(redis_port, password)
         _await(lambda: valkey.answers(redis_url), "Valkey")
         _register_trainer(redis_url, info)
-        yield _api(folder, redis_url, info.name)
+        yield _api(folder, redis_url, info.name, {} if poll_capacity is None else {"poll_capacity": poll_capacity})
     finally:
         server.kill_group()
 
@@ -137,13 +137,13 @@ def running_api(api: Api) -> Iterator[None]:
         child.kill_group()
 
 
-def _api(folder: Path, redis_url: str, base: str) -> Api:
+def _api(folder: Path, redis_url: str, base: str, api: Mapping[str, int]) -> Api:
     raw = {
         "data_dir": str(folder),
         "api_keys": [hash_key(API_KEY)],
         "url_secret": "bench",
         "redis": {"url": redis_url},
-        "api": {"port": checks.free_port("127.0.0.1", 0)},
+        "api": {"port": checks.free_port("127.0.0.1", 0), **api},
         "base_models": [{"name": base, "path": str(folder)}],
     }
     file = folder / "settings.toml"
