@@ -119,7 +119,9 @@ class PollService:
 
         def look() -> Future:
             found = self._futures.future(request_id, caller)
-            if found.result is None and caller.may("member", found.owner):
+            # The end of a hold is no sign of its client, and a note costs one of two round trips.
+            is_sign = suspension is None or not suspension.is_over
+            if is_sign and found.result is None and caller.may("member", found.owner):
                 self._note_poll(request_id)
             return found
 

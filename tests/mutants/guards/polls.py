@@ -102,6 +102,13 @@ MUTANTS = (
         "::test_a_suspended_poll_keeps_its_place_until_it_is_over_and_is_woken_by_its_future",
     ),
     Mutant(
+        "suspension: the end of a hold is no sign of its client",
+        "app/services/polling.py",
+        "if is_sign and found.result is None",
+        "if found.result is None",
+        "tests/unit/app/services/test_polling.py::test_a_suspended_poll_is_a_sign_of_its_client_once",
+    ),
+    Mutant(
         "suspension: a poll is counted once",
         "app/api/base.py",
         "if found is not None and found.is_suspended:",

@@ -250,6 +250,17 @@ def test_a_suspended_poll_keeps_its_place_until_it_is_over_and_is_woken_by_its_f
     assert waiter.holds == [], "no thread waited"
 
 
+def test_a_suspended_poll_is_a_sign_of_its_client_once(waiter: RecordingWaiter) -> None:
+    seen: list[str] = []
+    polls = PollService(PendingOpLog(), long_polls(waiter, LongPollLimiter(ApiSettings())), seen.append)
+    held = suspension()
+    polls.wait("m:1", ME, held)
+    assert seen == ["m:1"]
+    held.end()
+    polls.wait("m:1", ME, held)
+    assert seen == ["m:1"]
+
+
 def test_a_poll_whose_future_is_done_or_that_may_not_wait_is_not_suspended(waiter: RecordingWaiter) -> None:
     class DoneOpLog:
         def future(self, request_id: str, caller: Caller) -> Future:
