@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
 from app import ids
@@ -46,7 +46,7 @@ class Teardown:
         task."""
         holder = self._lifecycle.end_model(model_id)
         if holder is not None:
-            self._clear(model_id, holder, self._samplers(ids.session_of(model_id)))
+            self._clear(model_id, holder, self._lifecycle.adapters(model_id))
             self._lifecycle.abort_samples()
 
     def retire(self, session_id: str) -> None:
@@ -57,7 +57,7 @@ class Teardown:
         for model_id in models:
             holder = self._lifecycle.end_model(model_id, retired=True)
             if holder is not None:
-                self._clear(model_id, holder, samplers)
+                self._clear(model_id, holder, _saved_by(model_id, samplers))
         if len(models) == _RETIRED_AT_ONCE:
             return
         for sampler_id, _ in samplers[:_RETIRED_AT_ONCE]:
@@ -79,19 +79,16 @@ class Teardown:
         stored = self._records.list(Model.namespace, ids.model_prefix(session_id))
         return (model_id for model_id, fields in stored if "ended" not in fields)
 
-    def _clear(self, model_id: str, holder: Holder, samplers: Iterable[tuple[str, Sampler]]) -> None:
-        """Deletes the files of an ended run, and those of its session's `samplers` that have them."""
+    def _clear(self, model_id: str, holder: Holder, adapters: Mapping[str, str]) -> None:
+        """Deletes the files of an ended run, and the sampling sessions of its `adapters` (RedisLifecycle.adapters)."""
         self._lifecycle.end_calls()
         log.info("a run has ended", extra={"model_id": model_id})
         if holder.node:
             self._wake(holder)
-        prefixes = [f"models/{model_id}/snapshots"]
-        for sampler_id, sampler in samplers:
-            if sampler.prefix.startswith(f"models/{model_id}/") and not sampler.model_path:
-                self._lifecycle.end_sampler(sampler_id, retired=False)
-                prefixes.append(sampler.prefix)
+        for sampler_id in adapters:
+            self._lifecycle.end_sampler(sampler_id, retired=False)
         try:
-            for prefix in prefixes:
+            for prefix in (f"models/{model_id}/snapshots", *adapters.values()):
                 remove_checkpoint(self._objects, prefix)
         except Unavailable as error:
             log.warning("files of an ended run could not be deleted: %s", error, extra={"model_id": model_id})
@@ -102,3 +99,12 @@ class Teardown:
     def _samplers(self, session_id: str) -> list[tuple[str, Sampler]]:
         stored = self._records.list(Sampler.namespace, ids.sampler_prefix(session_id))
         return [(sampler_id, load(Sampler, fields)) for sampler_id, fields in stored]
+
+
+def _saved_by(model_id: str, samplers: Iterable[tuple[str, Sampler]]) -> dict[str, str]:
+    """Those of a session's samplers that the run saved an adapter for, as of RedisLifecycle.adapters."""
+    return {
+        sampler_id: sampler.prefix
+        for sampler_id, sampler in samplers
+        if sampler.prefix.startswith(f"models/{model_id}/") and not sampler.model_path
+    }

@@ -17,7 +17,7 @@ import redis
 from app import ids
 from app.dispatch import train_queue
 from app.domain.limits import PROJECT, Charge, Limits, Payer
-from app.domain.records import Model, Session
+from app.domain.records import Model, Sampler, Session
 from app.domain.results import Result
 from app.errors import LimitReached
 from app.settings import EngineSettings
@@ -119,14 +119,16 @@ class _World:
         }
 
     def large_session(self, runs: int) -> Times:
-        """The times of the scripts that concern all of so many runs of one session."""
+        """The times of the scripts that concern all of so many runs and samplers of one session."""
         session = ids.new_session_id()
         self._records.put_new(Session.namespace, session, dump(Session("large", time.time())))
         self._lifecycle.heartbeat(session)
         fields = dump(Model("large", session, _BASE, time.time()))
         model_ids = [ids.model_id(session, number) for number in range(runs + _LEASES)]
-        for model_id in model_ids[:runs]:
+        sampler = dump(Sampler("large", session, _BASE, time.time(), prefix="models/another/sampler_weights/e/1-1"))
+        for number, model_id in enumerate(model_ids[:runs]):
             self._oplog.create_model(model_id, fields)
+            self._records.put_new(Sampler.namespace, ids.sampling_session_id(session, number), sampler)
 
         def create(model_id: str, most: int = 2 * runs) -> None:
             charge = Charge((Payer(PROJECT, "large", Limits(live_models=most)),), models=1)
@@ -146,6 +148,7 @@ class _World:
             "used, of runs": self._each(range(5), lambda _: self._quotas.used(Payer(PROJECT, "large", Limits()))),
             "heartbeat of a session that ended": self._each(range(5), come_back),
             "move_session": self._each(["a", "b", "large"], lambda project: self._lifecycle.move(session, project)),
+            "adapters": self._each(range(5), lambda _: self._lifecycle.adapters(model_ids[0])),
             "finish": self._each([session], lambda _: self._lifecycle.finish(session, "success")),
             "used, of runs of a session that ended": self._each(
                 range(5), lambda _: self._quotas.used(Payer(PROJECT, "large", Limits()))

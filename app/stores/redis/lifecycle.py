@@ -117,6 +117,16 @@ class RedisLifecycle:
         session is not retired any more."""
         return bool(self._run("end_sampler", sampler_id, self._retain_ms if retired else ""))
 
+    def adapters(self, model_id: str) -> dict[str, str]:
+        """The adapters of the run's saves without a path: their prefixes by sampling session."""
+        prefix, found = ids.sampler_prefix(ids.session_of(model_id)), list[str]()
+        first, last = f"[{prefix}", b"(" + prefix.encode() + b"\xff"
+        while first:
+            rows = [row.decode() for row in self._run("adapters", model_id, first, last, _SLICE)]
+            first = f"({rows.pop()}" if len(rows) % 2 else ""
+            found += rows
+        return dict(zip(found[::2], found[1::2], strict=True))
+
     def give_up_adapters(self, sampler_ids: Sequence[str]) -> list[str]:
         """Gives up the adapters of those of these sampling sessions that are not in use, and returns their ids. Their
         requests are refused from then on, and nothing needs the files any more."""

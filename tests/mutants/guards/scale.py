@@ -12,6 +12,7 @@ _LIMITS = f"{_STORES}/test_limits.py"
 _RUNS = f"{_STORES}/test_run_lists.py"
 _LISTS = "tests/unit/app/api/test_lists.py"
 _RETIRED = "tests/unit/workers/maintenance/test_sessions.py"
+_ENDED = "test_an_ended_run_takes_its_adapters_along_and_reads_no_record_of_its_sessions_other_samplers"
 
 MUTANTS = (
     # Calls and results of megabytes.
@@ -169,6 +170,27 @@ MUTANTS = (
         "  if redis.call('HGET', key, 'owner') ~= owner then return 0 end\n",
         "",
         f"{_RUNS}::test_a_later_move_wins_over_slices_that_are_left",
+    ),
+    Mutant(
+        "runs: the end of one takes its own adapters along",
+        "app/stores/redis/lua/lifecycle.lua",
+        "  if saved:sub(1, #prefix) == prefix and",
+        "  if saved ~= '' and",
+        f"{_RETIRED}::{_ENDED}",
+    ),
+    Mutant(
+        "runs: the end of one takes no checkpoint with a path along",
+        "app/stores/redis/lua/lifecycle.lua",
+        """ and cjson.decode(head[2] or '""') == '' then""",
+        " then",
+        f"{_RETIRED}::{_ENDED}",
+    ),
+    Mutant(
+        "runs: the end of one looks at all samplers of its session",
+        "app/stores/redis/lua/lifecycle.lua",
+        "if #ids == tonumber(ARGV[4]) then found",
+        "if false then found",
+        f"{_RETIRED}::{_ENDED}",
     ),
     # Positions of many waiting calls.
     Mutant(

@@ -270,6 +270,23 @@ for i = 2, #ARGV do
 end
 return given_up
 
+-- script: adapters flags=no-writes
+-- List the sampling sessions that a run saved an adapter for, without a path, in a slice of those of its session.
+-- ARGV: run, the slice's first and last id as of ZRANGEBYLEX, most ids to read.
+-- Returns {sampling session, prefix of its adapter, ...}; of a full slice then its last id.
+local prefix, found = 'models/' .. ARGV[1] .. '/', {}
+local ids = redis.call('ZRANGEBYLEX', 'tinsmith:index:samplers', ARGV[2], ARGV[3], 'LIMIT', 0, ARGV[4])
+for _, id in ipairs(ids) do
+  local head = redis.call('HMGET', 'tinsmith:samplers:' .. id, 'prefix', 'model_path')
+  local saved = cjson.decode(head[1] or '""')
+  if saved:sub(1, #prefix) == prefix and cjson.decode(head[2] or '""') == '' then
+    found[#found + 1] = id
+    found[#found + 1] = saved
+  end
+end
+if #ids == tonumber(ARGV[4]) then found[#found + 1] = ids[#ids] end
+return found
+
 -- script: end_sampler flags=allow-oom
 -- needs: home, is_retired
 -- Remove a sampler's record, and the affinity of its adapter unless the adapter is a checkpoint with a path, which other

@@ -249,6 +249,29 @@ def test_a_session_of_many_runs_is_retired_in_parts_that_read_its_samplers_once_
     assert installation.records.get(Session.namespace, SESSION) is None
 
 
+def test_an_ended_run_takes_its_adapters_along_and_reads_no_record_of_its_sessions_other_samplers(
+    installation: Installation,
+):
+    """A run saves an adapter at every step, and a session may have many runs. A script looks at 1,000 at a time."""
+    near = f"{SESSION}:train:01"  # its id begins as the run's does
+    mine, others = [f"{SESSION}:sample:{number}" for number in (0, 9999)], list[str]()
+    last = Sampler("me", SESSION, "base", 0.0, prefix=f"models/{MODEL}/sampler_weights/e/5-1")
+    installation.records.put_new(Sampler.namespace, mine[1], dump(last))
+    installation.store.put_new(f"{last.prefix}/manifest.json", b"{}")
+    foreign = dump(Sampler("me", SESSION, "base", 0.0, prefix=f"models/{near}/sampler_weights/e/4-1"))
+    for number in range(2, 1500):
+        others.append(f"{SESSION}:sample:{number}")
+        installation.records.put_new(Sampler.namespace, others[-1], foreign)
+    installation.client.config_resetstat()
+    installation.teardown().end(MODEL)
+    reads = installation.client.info("commandstats")
+    assert reads.get("cmdstat_hgetall", {"calls": 0})["calls"] == 0
+    assert reads["cmdstat_zrangebylex"]["calls"] < 10
+    kept = {f"{SESSION}:sample:1", *others, f"{OTHER}:sample:0", f"{OTHER}:sample:1"}
+    assert set(installation.samplers()) == kept, "a checkpoint with a path, other runs and other sessions stay"
+    assert not [name for name in installation.store.list(f"models/{MODEL}/") if "sampler_weights" in name]
+
+
 @pytest.mark.parametrize("saved", [True, False])
 def test_what_belongs_to_a_session_that_came_back_in_between_stays(installation: Installation, saved: bool):
     if not saved:
