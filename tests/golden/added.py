@@ -133,10 +133,12 @@ ADDED: dict[str, set[str]] = {
         *("tinsmith:checkpoints_of:", "tinsmith:calls_taken"),
         *("tinsmith:models_of:", "tinsmith:model_owners"),
         *("tinsmith:sessions_of:", "tinsmith:session_owners", "tinsmith:sessions_live:"),
-        "tinsmith:samplers_used",
+        *("tinsmith:samplers_used", "tinsmith:earlier_api"),
     },
     # Keys that ecb7b39 writes only to note that it made lists which it finds made.
     "keys gone": {"tinsmith:runs_listed"},
+    # Values by key, today and then, where ecb7b39 only asks whether the key exists.
+    "values": {"tinsmith:taking_calls": ("pieces", "")},
     # Keys that start so and are now deleted before they expire; every version does without them.
     "keys deleted": {"tinsmith:home:"},
     # Steps of which a plain command, which Redis refuses when full, is a script by now. It leaves the same behind.

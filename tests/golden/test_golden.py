@@ -103,7 +103,7 @@ def without_gone(step: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_added(step: dict[str, Any]) -> dict[str, Any]:
-    """A step without the listed new keys, deletions and scripts."""
+    """A step without the listed new keys, values, deletions and scripts."""
     if "keys" not in step:
         is_added = step.get("step") in ADDED["scripted steps"]
         answers = [] if is_added else [each for each in step.get("answers", ()) if each not in ADDED["script answers"]]
@@ -114,6 +114,9 @@ def without_added(step: dict[str, Any]) -> dict[str, Any]:
         for key, held in step["keys"].items()
         if not key.startswith(added) and not (held is None and key.startswith(deleted))
     }
+    for key, (today, then) in ADDED["values"].items():
+        if key in kept and kept[key]["holds"] == today:
+            kept[key] = {**kept[key], "holds": then}
     return {**step, "keys": kept}
 
 

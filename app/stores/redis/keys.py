@@ -100,7 +100,9 @@
     pages               ZSET  the same names -> the hour
     pages_closed        STR   the last hour whose pages are closed: nothing is written to them any more
     storage_measured    STR   the time of the last measurement of the checkpoints' sizes, in unix seconds
-    taking_calls        STR   exists while an API process lives; expires
+    taking_calls        STR   exists while an API process lives: "pieces" if the last one to write it reads results of
+                              megabytes in pieces, '' if it is of an earlier version; expires
+    earlier_api         STR   exists while an API process of such a version lives beside others; expires
     shortage            STR   the reason why no call is admitted, while a disk of an API process is nearly full; expires
     calls_taken         HASH  since: when the last break in the taking of calls ended; seen: the last look (ms)
     marks               STR   a count that is written in front of each WAIT (app/stores/redis/durability.py)
@@ -119,6 +121,7 @@ PREFIX = "tinsmith:"
 DONE_CHANNEL = PREFIX + "done"
 ABORTED_CHANNEL = PREFIX + "aborted"
 TAKING_CALLS = PREFIX + "taking_calls"
+EARLIER_API = PREFIX + "earlier_api"
 SHORTAGE = PREFIX + "shortage"
 CALLS_TAKEN = PREFIX + "calls_taken"
 PENDING = PREFIX + "pending"

@@ -22,6 +22,8 @@ _INLINE_BYTES = 64 * 1024
 # cores. Pieces of a quarter took longer in all, since each is written to disk on its own, and held others as long.
 PIECE_BYTES = 2**20
 _STAGED_S = 600
+# What an API process notes that reads results in pieces (`take_calls` in lifecycle.lua).
+_PIECES = b"pieces"
 
 _PAYLOADS, _RESULTS = "payloads", "results"
 # The hash that refers to an object of each folder, by the request id.
@@ -45,14 +47,22 @@ class Staging:
 
     def place_result(self, body: bytes, inline: int) -> tuple[bytes, str, int]:
         """As `place`, with the bytes written already. While the server is full, they stay bytes: what runs must drain,
-        and only a script may write then."""
+        and only a script may write then. They also stay bytes for an API process of an earlier version."""
+        placed = self.place(body, max(inline, PIECE_BYTES))
+        if not placed[1]:
+            return placed
+        if not self._reads_pieces():
+            return body, "", len(body)
         try:
-            placed = self.place(body, max(inline, PIECE_BYTES))
-            if placed[1]:
-                self.write(placed[1], body)
+            self.write(placed[1], body)
         except redis.OutOfMemoryError:
             return body, "", len(body)
         return placed
+
+    def _reads_pieces(self) -> bool:
+        """True if each API process that lives reads a result that does not lie in its future."""
+        last, earlier = self._redis.mget([keys.TAKING_CALLS, keys.EARLIER_API])
+        return last in (None, _PIECES) and earlier is None
 
     def write(self, key: str, content: bytes) -> None:
         """Writes the bytes in pieces. From the first one on, the key expires unless the script that gets it renames it,

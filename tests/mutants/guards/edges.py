@@ -8,6 +8,7 @@ _LUA = "app/stores/redis/lua"
 _SESSIONS = "tests/unit/workers/maintenance/test_sessions.py"
 _REDISPATCH = "tests/unit/workers/maintenance/test_redispatch.py"
 _BOUNDS = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis/test_journal_bounds.py"
+_LARGE = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis/test_large_content.py"
 _RESTORES = "tests/unit/workers/train/test_runner_faults.py"
 _SNAPSHOTS = "tests/unit/workers/checkpoints/test_snapshot_bounds.py"
 _PAUSES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis/test_pauses.py"
@@ -35,6 +36,28 @@ MUTANTS = (
         " or redis.call('EXISTS', 'tinsmith:taking_calls') == 0",
         "",
         f"{_SESSIONS}::test_time_without_an_api_is_no_silence_of_a_client",
+    ),
+    # API processes of an earlier version.
+    Mutant(
+        "take_calls: an earlier version beside this one",
+        f"{_LUA}/lifecycle.lua",
+        "if former and former ~= 'pieces' then",
+        "if false then",
+        f"{_LARGE}::test_beside_an_api_of_an_earlier_version_a_large_result_lies_where_that_one_reads_it",
+    ),
+    Mutant(
+        "large results: an earlier version alone",
+        "app/stores/redis/payloads.py",
+        "return last in (None, _PIECES) and",
+        "return",
+        f"{_LARGE}::test_beside_an_api_of_an_earlier_version_a_large_result_lies_where_that_one_reads_it",
+    ),
+    Mutant(
+        "large results: those that an earlier leader left",
+        f"{_LUA}/results.lua",
+        "    redis.call('SADD', 'tinsmith:results_due', request)\n  end\nend\nreturn found[1]",
+        "  end\nend\nreturn found[1]",
+        f"{_LARGE}::test_a_result_that_a_leader_of_an_earlier_version_left_is_moved",
     ),
     Mutant(
         "sessions: time in which no client could be heard",

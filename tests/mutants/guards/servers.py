@@ -340,8 +340,8 @@ MUTANTS = (
     Mutant(
         "results: one that is still there is not forgotten",
         "app/stores/redis/lua/results.lua",
-        "  if redis.call('EXISTS', 'tinsmith:future:' .. request) == 0 then\n",
-        "  if true then\n",
+        "  if redis.call('EXISTS', 'tinsmith:future:' .. request) == 0 then\n    forget_result(request)\n  else\n",
+        "  if true then\n    forget_result(request)\n  else\n",
         f"{_RESULTS}::test_a_result_that_is_there_counts_whatever_its_listed_expiry",
     ),
     Mutant(

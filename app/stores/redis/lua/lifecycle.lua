@@ -53,8 +53,11 @@ redis.call('HSET', key, 'since', since, 'seen', now)
 return now - since
 
 -- script: take_calls flags=allow-oom
--- Note that an API process accepts calls. Without memory for the note, no session would expire. ARGV: ms. Returns 1.
-redis.call('SET', 'tinsmith:taking_calls', '', 'PX', ARGV[1])
+-- Note that an API process accepts calls, and that it reads results in pieces. Without memory for the note, no session
+-- would expire. An earlier version notes ''. It writes as often as this one, so that one of two writes finds it.
+-- ARGV: ms. Returns 1.
+local former = redis.call('SET', 'tinsmith:taking_calls', 'pieces', 'PX', ARGV[1], 'GET')
+if former and former ~= 'pieces' then redis.call('SET', 'tinsmith:earlier_api', '', 'PX', ARGV[1]) end
 return 1
 
 -- script: heartbeat flags=allow-oom

@@ -124,11 +124,16 @@ return #due
 
 -- script: forget_results flags=allow-oom
 -- needs: forget_result
--- Stop counting expired results whose expiry is not listed, as earlier versions store them. ARGV: cursor, rows to look
--- at. Returns the next cursor.
+-- Stop counting expired results whose expiry is not listed, as earlier versions store them. List results for their move
+-- again that a maintenance leader of an earlier version did not find. ARGV: cursor, rows to look at. Returns the next
+-- cursor.
 local found = redis.call('HSCAN', 'tinsmith:results', ARGV[1], 'COUNT', ARGV[2])
 for i = 1, #found[2], 2 do
   local request = found[2][i]
-  if redis.call('EXISTS', 'tinsmith:future:' .. request) == 0 then forget_result(request) end
+  if redis.call('EXISTS', 'tinsmith:future:' .. request) == 0 then
+    forget_result(request)
+  elseif cjson.decode(found[2][i + 1]).key == '' then
+    redis.call('SADD', 'tinsmith:results_due', request)
+  end
 end
 return found[1]

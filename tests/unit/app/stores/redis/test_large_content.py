@@ -24,6 +24,7 @@ from app.stores.redis.payloads import PIECE_BYTES, RedisPayloads, Staging
 from app.stores.redis.records import RedisRecords, dump
 from tests.servers import MAX_MEMORY
 from tests.unit.app.stores.redis.journal_steps import MODEL, own
+from workers.maintenance.leader import PayloadSpilling
 
 SAMPLER = "session:sample:0"
 CONTENT = random.Random(0).randbytes(3 * PIECE_BYTES + 5)
@@ -210,6 +211,44 @@ def test_a_large_result_expires_with_its_future(oplog: RedisOpLog, client: redis
             assert ends[0] == ends[1] > 0
             if not read:
                 oplog.future(each, {"me"})
+
+
+def take_calls_as_an_earlier_version(client: redis.Redis) -> None:
+    client.set(keys.TAKING_CALLS, "", px=10_000)
+
+
+def test_beside_an_api_of_an_earlier_version_a_large_result_lies_where_that_one_reads_it(
+    oplog: RedisOpLog, client: redis.Redis
+):
+    request, sample = admit(oplog), admit_sample(oplog)
+    take_calls_as_an_earlier_version(client)
+    oplog.commit(own(oplog), 0, LARGE)
+    oplog.take_calls(10)
+    assert oplog.finish_sample(sample, LARGE)
+    assert [client.hget(keys.future(each), "body") for each in (request, sample)] == [CONTENT, CONTENT]
+    assert [oplog.future(each, {"me"}).result for each in (request, sample)] == [LARGE, LARGE]
+
+
+def test_a_large_result_comes_in_pieces_again_once_the_earlier_api_has_gone(oplog: RedisOpLog, client: redis.Redis):
+    take_calls_as_an_earlier_version(client)
+    for _ in range(2):
+        oplog.take_calls(10)
+    assert 0 < client.pttl(keys.EARLIER_API) <= 10_000
+    client.delete(keys.EARLIER_API)  # it expires
+    request = admit(oplog)
+    oplog.commit(own(oplog), 0, LARGE)
+    assert client.exists(keys.result(request)) and not client.hexists(keys.future(request), "body")
+
+
+def test_a_result_that_a_leader_of_an_earlier_version_left_is_moved(
+    oplog: RedisOpLog, client: redis.Redis, payloads: RedisPayloads
+):
+    request = admit(oplog)
+    oplog.commit(own(oplog), 0, LARGE)
+    client.srem("tinsmith:results_due", request)  # it looks for a `body`, finds none and takes the result for expired
+    PayloadSpilling(payloads).sweep()
+    assert not client.exists(keys.result(request))
+    assert oplog.future(request, {"me"}).result == LARGE
 
 
 def test_a_large_result_moves_to_the_object_store_also_while_it_is_read(
