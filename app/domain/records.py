@@ -8,6 +8,9 @@ from typing import Any, ClassVar
 READS_IMAGES = "reads_images"
 """The part of a worker's description that says so. It is not in its `info`, because API processes of earlier versions
 know every field there."""
+READS_GRADIENTS = "reads_gradients"
+"""The part of a trainer's description that says that it restores snapshots with pending gradients. Trainers of earlier
+versions say nothing."""
 ENCRYPTED = ".age"
 """Suffix of the names of encrypted files."""
 

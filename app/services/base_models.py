@@ -16,6 +16,7 @@ from app.stores.redis.records import RedisRecords, load
 
 ROLES = ("trainer", "sampler")
 FULL_TRAINER, FULL_SAMPLER = "full_trainer", "full_sampler"
+TRAINER_ROLES = ("trainer", FULL_TRAINER)
 NEVER_ADAPTED = "never_adapted"
 """The part of a LoRA trainer's description that names the modules without adapters, with the reasons."""
 SHAPES = "shapes"

@@ -17,12 +17,17 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import redis
+
 from app.domain import ops, records
 from app.domain.checkpoints import WINDOW
 from app.domain.ops import FORWARD, FORWARD_BACKWARD, CreateModel, LoadWeights, OptimStep, SaveWeights
+from app.domain.records import READS_GRADIENTS, Worker
 from app.errors import Fenced, OpError
+from app.services.base_models import TRAINER_ROLES
 from app.settings import EngineSettings
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.records import load
 from app.stores.redis.types import Entry, Lease
 from workers.backends.training.base import Writer
 from workers.checkpoints.coalescing import NewLatest
@@ -86,7 +91,8 @@ class Snapshots:
 
     Within these limits, one is also taken after another Op than an optim_step when there are `_MOST_OPS` Ops or
     `_MOST_PASSES` passes behind the newest: a model that never takes a step would otherwise keep all of them, and run
-    them again in each restore. It holds the pending gradients and their window.
+    them again in each restore. It holds the pending gradients and their window, so it waits while a trainer of an
+    earlier version lives.
 
     Regardless of these limits, a load is followed by a snapshot at once, since its checkpoint may be deleted and a
     replay must not need it. So is an Op after which one may be taken, when the journal has grown by more than
@@ -141,9 +147,19 @@ class Snapshots:
         stepped = entry.kind == OptimStep.kind and not failed
         if not stepped and track.ops < _MOST_OPS and track.passes < _MOST_PASSES:
             return False
-        if track.total - track.taken > self._journal_bytes:
-            return True
-        return time.monotonic() >= track.next and self._pipeline.ready(resident.lease.model_id)
+        is_long = track.total - track.taken > self._journal_bytes
+        if not is_long and (time.monotonic() < track.next or not self._pipeline.ready(resident.lease.model_id)):
+            return False
+        return resident.grad_accumulation == GradAccumulation() or self._all_read_gradients()
+
+    def _all_read_gradients(self) -> bool:
+        """True if every live trainer restores pending gradients. One of an earlier version would fail the calls of such
+        a model; it replays the passes instead."""
+        try:
+            workers = [load(Worker, stored) for _, stored in self._saver.index.list(Worker.namespace)]
+        except redis.RedisError:
+            return False
+        return all(READS_GRADIENTS in worker.describe for worker in workers if worker.role in TRAINER_ROLES)
 
     def settle(self, resident: Resident, *, within_s: float = _SETTLE_S) -> None:
         """Makes the model's state durable before it is discarded, as far as that can be done now.

@@ -24,8 +24,9 @@ import numpy as np
 import redis
 
 from app.dispatch import TickSender
-from app.domain.records import READS_IMAGES, BaseModelInfo, Worker
+from app.domain.records import READS_GRADIENTS, READS_IMAGES, BaseModelInfo, Worker
 from app.domain.sampling import SampleRequest
+from app.services.base_models import TRAINER_ROLES
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
 from workers.backends.sampling.base import SamplerBackend
@@ -93,11 +94,12 @@ class Heartbeat:
     def _beat(self) -> None:
         info = asdict(self._info)
         reads_images = {READS_IMAGES: True} if info.pop(READS_IMAGES) else {}
+        reads_gradients = {READS_GRADIENTS: True} if self._role in TRAINER_ROLES else {}
         worker = Worker(
             role=self._role,
             base_model=self._info.name,
             info=info,
-            describe={**self._describe(), **reads_images},
+            describe={**self._describe(), **reads_images, **reads_gradients},
             metrics_url=self._metrics_url,
             started=self._started,
             healthy=self._healthy() and not self._leaving,

@@ -60,6 +60,13 @@ MUTANTS = (
         f"{_LARGE}::test_a_result_that_a_leader_of_an_earlier_version_left_is_moved",
     ),
     Mutant(
+        "snapshots: a trainer of an earlier version cannot read gradients",
+        "workers/checkpoints/snapshots.py",
+        "return resident.grad_accumulation == GradAccumulation() or self._all_read_gradients()",
+        "return True",
+        f"{_SNAPSHOTS}::test_beside_a_trainer_of_an_earlier_version_no_snapshot_holds_gradients",
+    ),
+    Mutant(
         "sessions: time in which no client could be heard",
         "workers/maintenance/leader.py",
         "if taken_s >= self._session_s:",

@@ -11,8 +11,10 @@ import pytest
 import redis
 
 from app.domain.ops import Op
+from app.domain.records import READS_GRADIENTS, Worker
 from app.domain.results import Result
 from app.stores.redis import keys
+from app.stores.redis.records import RedisRecords, dump
 from tests.property.vector_backend import POISON, backward, optim_step
 from tests.property.world import CREATE, MODEL, Process, TrainerWorld
 from workers.checkpoints.transfer import read_manifest
@@ -92,6 +94,26 @@ def test_an_earlier_version_does_not_take_such_a_snapshot_for_one_without_gradie
     run(world, world.trainer("a"), optim_step())
     prefix = world.client.hget(keys.model(MODEL), "snapshot").decode()
     assert read_manifest(world.store, prefix).schema_version == 1
+
+
+def test_beside_a_trainer_of_an_earlier_version_no_snapshot_holds_gradients(world: TrainerWorld):
+    trainer = world.trainer("a")
+    records = RedisRecords(world.client)
+    earlier, same = (Worker("trainer", "base", {}, facts, "", 0.0) for facts in ({}, {READS_GRADIENTS: True}))
+    records.put(Worker.namespace, "same", dump(same))
+    records.put(Worker.namespace, "earlier", dump(earlier))
+    run(world, trainer, CREATE, *map(backward, range(3 * MOST)))
+    assert snapshot_seq(world) == -1
+    run(world, trainer, optim_step())
+    assert snapshot_seq(world) == 3 * MOST + 1, "a step leaves no gradients"
+    run(world, trainer, *[FORWARD] * (3 * MOST))
+    assert snapshot_seq(world) > 3 * MOST + 1, "nor do forwards"
+    records.delete(Worker.namespace, "earlier")
+    before = snapshot_seq(world)
+    run(world, trainer, *map(backward, range(MOST)))
+    assert snapshot_seq(world) > before
+    prefix = world.client.hget(keys.model(MODEL), "snapshot").decode()
+    assert read_manifest(world.store, prefix).schema_version == 2
 
 
 def step_of(world: TrainerWorld, trainer: Process) -> Result:

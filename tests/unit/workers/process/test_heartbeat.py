@@ -48,6 +48,13 @@ def test_it_says_which_queue_is_read_and_how_much_is_taken_and_lapses_by_itself(
     assert 0 < client.pttl(keys.record(Worker.namespace, "s")) <= liveness.LIFE_S * 1000
 
 
+@pytest.mark.parametrize("role", ["trainer", "full_trainer"])
+def test_a_trainer_says_that_it_restores_pending_gradients(client, made, role):
+    made._role = role
+    made.refresh()
+    await_true(lambda: record(client) is not None and record(client).describe == {"reads_gradients": True})
+
+
 def test_it_says_that_images_are_read_where_earlier_versions_do_not_look(client, made):
     """An API process of an earlier version builds its BaseModelInfo from every field of `info`."""
     await_true(lambda: record(client) is not None)
