@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +32,11 @@ class SentinelSet:
             self._primary.enter_context(start_valkey(folder / "primary", self._ports[0], options=AT_ONCE))
             for port in self._ports[1:]:
                 running.enter_context(start_replica(folder / f"replica-{port}", [self._ports[0], port]))
-            places = [f"127.0.0.1:{self._sentinel(running, folder / str(i))}" for i in range(_SENTINELS)]
+            sentinels = [
+                running.enter_context(start_sentinel(folder / str(i), self._ports[0], _QUORUM))
+                for i in range(_SENTINELS)
+            ]
+            places = [f"127.0.0.1:{port}" for port in sentinels]
             self.url = f"redis+sentinel://{','.join(places)}/{SERVICE}"
             self._await_agreement(places)
             self._running = running.pop_all()
@@ -39,21 +44,6 @@ class SentinelSet:
     def kill_primary(self) -> None:
         """Sends kill -9 to the first primary, which does not come back."""
         self._primary.close()
-
-    def _sentinel(self, running: ExitStack, folder: Path) -> int:
-        """Starts a sentinel, and returns its port. A primary that is silent for less than 2 s may only be slow."""
-        folder.mkdir(parents=True)
-        port, config = free_port(), folder / "sentinel.conf"
-        config.write_text(
-            f"port {port}\nbind 127.0.0.1\ndir {folder}\n"
-            f"sentinel monitor {SERVICE} 127.0.0.1 {self._ports[0]} {_QUORUM}\n"
-            f"sentinel down-after-milliseconds {SERVICE} 2000\n"
-            f"sentinel failover-timeout {SERVICE} 10000\n"
-        )
-        process = subprocess.Popen([valkey_binary(), config, "--sentinel"], stdout=subprocess.DEVNULL)
-        running.callback(process.wait)
-        running.callback(process.kill)
-        return port
 
     def _await_agreement(self, places: list[str]) -> None:
         """Returns when each sentinel knows the replicas and the other sentinels."""
@@ -71,12 +61,43 @@ class SentinelSet:
 
 
 @contextmanager
+def start_sentinel(folder: Path, primary: int, quorum: int, *options: str) -> Iterator[int]:
+    """Starts a sentinel of the server on the port `primary`, and yields its own port. `options` are further lines of
+    its settings. A primary that is silent for less than 2 s may only be slow."""
+    folder.mkdir(parents=True)
+    port, config = free_port(), folder / "sentinel.conf"
+    lines = [
+        f"port {port}",
+        "bind 127.0.0.1",
+        f"dir {folder}",
+        f"sentinel monitor {SERVICE} 127.0.0.1 {primary} {quorum}",
+        f"sentinel down-after-milliseconds {SERVICE} 2000",
+        f"sentinel failover-timeout {SERVICE} 10000",
+        *options,
+    ]
+    config.write_text("".join(f"{line}\n" for line in lines))
+    process = subprocess.Popen([valkey_binary(), config, "--sentinel"], stdout=subprocess.DEVNULL)
+    try:
+        _await(partial(_listens, port), "the sentinel listens")
+        yield port
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
 def start_replica(folder: Path, ports: Sequence[int]) -> Iterator[str]:
     """Starts a replica, on the second port, of the server on the first one. Yields its URL once it has all data."""
     with start_valkey(folder, ports[1], options=["--replicaof", "127.0.0.1", str(ports[0])]) as url:
         with redis.Redis.from_url(url) as replica:
             _await(lambda: replica.info("replication")["master_link_status"] == "up", "the replica has all data")
         yield url
+
+
+def _listens(port: int) -> bool:
+    with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 def _is_complete(sentinel: redis.Redis) -> bool:

@@ -7,7 +7,7 @@ TINSMITH_REDIS_URL, TINSMITH_BROKER_URL, TINSMITH_S3_ACCESS_KEY, TINSMITH_S3_SEC
 from app.settings.files import SETTINGS_VARIABLE, defaults, from_environment, hash_key, load, parse
 from app.settings.root import Settings
 from app.settings.server import (
-    SENTINEL_SCHEME,
+    SENTINEL_SCHEMES,
     ApiSettings,
     EngineSettings,
     LimitSettings,
@@ -18,7 +18,7 @@ from app.settings.workers import NO_VLLM, BaseModelSettings, SamplerSettings, Tr
 
 __all__ = [
     "NO_VLLM",
-    "SENTINEL_SCHEME",
+    "SENTINEL_SCHEMES",
     "SETTINGS_VARIABLE",
     "ApiSettings",
     "BaseModelSettings",

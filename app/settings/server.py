@@ -9,7 +9,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from app.domain.limits import Limits
 from app.settings.section import Section
 
-SENTINEL_SCHEME = "redis+sentinel://"
+SENTINEL_SCHEMES = ("redis+sentinel://", "rediss+sentinel://")
+"""The second one has TLS."""
 
 
 class ApiSettings(Section):
@@ -94,7 +95,7 @@ class RedisSettings(Section):
         "",
         repr=False,
         description="state server: journal and futures; empty starts an embedded Valkey in data_dir; "
-        f"{SENTINEL_SCHEME}host:port,host:port,host:port/service is the primary that these sentinels name",
+        f"{SENTINEL_SCHEMES[0]}host:port,host:port,host:port/service is the primary that these sentinels name",
     )
     broker_url: str = Field(
         "",
@@ -108,7 +109,7 @@ class RedisSettings(Section):
     @classmethod
     def _is_one_server(cls, broker_url: str, info: ValidationInfo) -> str:
         url = broker_url or str(info.data.get("url", ""))
-        if url.startswith(SENTINEL_SCHEME):
+        if url.startswith(SENTINEL_SCHEMES):
             raise ValueError("the broker is one Redis server, which no sentinels watch: set it to redis://host:port/0")
         return broker_url
 

@@ -1,4 +1,4 @@
-"""Hides secrets of this process's command line, which every local user can read (`ps`)."""
+"""Hides secrets: those of this process's command line, which every local user can read (`ps`), and those of URLs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,22 @@ def hide_secrets(given: argparse.Namespace) -> None:
     """Overwrites the API key and the passwords of servers' URLs with x. They stay visible for the time of Python's own
     start, a tenth of a second: an environment variable or a file is better."""
     options = vars(given)
-    passwords = [urlsplit(options.get(name) or "").password for name in ("redis", "s3")]
+    passwords = [secret for name in ("redis", "s3") for secret in _passwords(options.get(name) or "")]
     for secret in filter(None, [options.get("api_key"), *passwords]):
         _overwrite(secret.encode())
+
+
+def without_secrets(url: str) -> str:
+    """The URL without user, password and options: a password may be one of these."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+
+
+def _passwords(url: str) -> list[str]:
+    """The passwords in a URL, as they are written there."""
+    parts = urlsplit(url)
+    options = (option.partition("=") for option in parts.query.split("&"))
+    return [parts.password or "", *(value for name, _, value in options if name.endswith("password"))]
 
 
 def _overwrite(secret: bytes) -> None:

@@ -10,13 +10,13 @@ import socket
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import redis
 
 from app.errors import SetupError
 from app.settings import ApiSettings, BaseModelSettings, Settings
 from app.stack import placement
+from app.stack.arguments import without_secrets
 from app.stores import objects
 from app.stores.redis.client import connect, connect_state
 from app.stores.redis.durability import NotDurable
@@ -123,10 +123,10 @@ def _reach(url: str, connect_to: Callable[[str], redis.Redis]) -> None:
         with connect_to(url) as client:
             client.ping()
     except NotDurable as error:
-        raise SetupError(f"cannot use Redis at {_without_secrets(url)}: {error}") from None
+        raise SetupError(f"cannot use Redis at {without_secrets(url)}: {error}") from None
     except (redis.RedisError, ValueError) as error:
         raise SetupError(
-            f"cannot use Redis at {_without_secrets(url)}: {error}; start it or correct --redis, or leave --redis out "
+            f"cannot use Redis at {without_secrets(url)}: {error}; start it or correct --redis, or leave --redis out "
             "for an embedded server"
         ) from None
 
@@ -163,8 +163,3 @@ def _version(distribution: str) -> str | None:
 
 def _local_build(version_text: str) -> str:
     return version_text.partition("+")[2]
-
-
-def _without_secrets(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from app import settings as settings_module
 from app.errors import SetupError
-from app.settings import SENTINEL_SCHEME, Settings, hash_key
+from app.settings import SENTINEL_SCHEMES, Settings, hash_key
 
 KEY_PREFIX = "tml-"
 
@@ -46,7 +46,7 @@ def resolve(options: Options, environ: Mapping[str, str]) -> Settings:
     _override(raw["api"], host=options.host, port=options.port)
     _override(raw["redis"], url=options.redis)
     _override(raw["store"], url=options.s3)
-    if options.redis and not options.redis.startswith(SENTINEL_SCHEME):
+    if options.redis and not options.redis.startswith(SENTINEL_SCHEMES):
         raw["redis"]["broker_url"] = ""
     if options.api_key is not None:
         raw["api_keys"] = [hash_key(_checked_key(options.api_key))]

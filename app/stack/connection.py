@@ -15,6 +15,7 @@ from app.errors import SetupError
 from app.services.tenants.accounts import AccountService
 from app.settings import SETTINGS_VARIABLE, Settings
 from app.stack import config
+from app.stack.arguments import without_secrets
 from app.stack.config import Options
 from app.stores.objects.accounts import AccountFiles
 from app.stores.objects.base import ObjectStore
@@ -56,14 +57,9 @@ def reached(settings: Settings) -> Iterator[None]:
         yield
     except redis.RedisError as error:
         raise SetupError(
-            f"the state server {shown(settings.redis.url)} failed: {error}; fix it and run this command again"
+            f"the state server {without_secrets(settings.redis.url)} failed: {error}; fix it and run this command again"
         ) from None
 
 
 def store_name(settings: Settings) -> str:
-    return shown(settings.store.url) if settings.store.url else str(settings.data_dir / "objects")
-
-
-def shown(url: str) -> str:
-    """The URL without its password."""
-    return url.rpartition("@")[2] or url
+    return without_secrets(settings.store.url) if settings.store.url else str(settings.data_dir / "objects")

@@ -10,8 +10,9 @@ from app.services import recovery
 from app.services.recovery import Rebuild, Restored
 from app.settings import Settings
 from app.stack import checks
+from app.stack.arguments import without_secrets
 from app.stack.config import Options
-from app.stack.connection import account_service, reached, settings_of, shown, store_name
+from app.stack.connection import account_service, reached, settings_of, store_name
 from app.stack.terminal import show
 from app.stores.objects import create
 from app.stores.objects.base import ObjectStore, whole_file
@@ -34,7 +35,7 @@ def rebuild(options: Options) -> int:
     settings = settings_of(options)
     checks.state_server(settings.redis.url)
     objects = create(settings)
-    state = shown(settings.redis.url)
+    state = without_secrets(settings.redis.url)
     show(f"from the object store {store_name(settings)} into the state server {state}")
     with reached(settings):
         restored = _rebuild(settings, objects)
@@ -102,6 +103,6 @@ def restore(options: Options, file: Path) -> int:
     show(f"of {count} objects {restored} were missing in {store_name(settings)}")
     with reached(settings):
         accounts, damaged = account_service(settings, objects).rebuild()
-    show(f"restored {accounts} organisations, projects, users and keys in {shown(settings.redis.url)}")
+    show(f"restored {accounts} organisations, projects, users and keys in {without_secrets(settings.redis.url)}")
     show(*(f"damaged, not restored: {key}" for key in damaged))
     return 0

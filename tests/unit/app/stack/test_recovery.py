@@ -89,7 +89,7 @@ def test_a_password_is_not_shown(client: redis.Redis, valkey: str, tmp_path: Pat
     server = valkey.removeprefix("redis://")
     assert cli.main(["rebuild", "--data-dir", str(tmp_path), "--redis", f"redis://default:hunter2@{server}"]) == 0
     said = capsys.readouterr().out
-    assert f"into the state server {server}\n" in said
+    assert f"into the state server redis://{server}\n" in said
     assert "hunter2" not in said
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from app.errors import SetupError
 from app.settings import parse
 from app.stores.redis.client import connect, connect_state, is_outage
 from app.stores.redis.sentinel import _Sentinels
+from tests.sentinels import SERVICE, start_sentinel
+from tests.servers import free_port, start_valkey
+from tests.tls import tls_in_front, write_certificate
 
 URL = "redis+sentinel://:secret@a:1,b:2,c:3/service?db=2"
 
@@ -24,7 +28,52 @@ def test_the_url_names_the_sentinels_and_the_service_and_how_to_log_in_at_its_se
     assert pool.service_name == "service"
     options = pool.connection_kwargs
     assert (options["username"], options["password"], options["db"]) == ("user", "p@ss", 2)
-    assert not any("password" in place and place["password"] for place in places), "sentinels have their own"
+    assert not any(place.get("password") for place in places), "sentinels have their own"
+
+
+def test_sentinels_have_a_login_of_their_own():
+    url = "redis+sentinel://:secret@a:1,b:2/service?db=2&sentinel_username=me&sentinel_password=p%2540%26ss"
+    pool = connect(url).connection_pool
+    for sentinel in pool.sentinel_manager.sentinels:
+        place = sentinel.connection_pool.connection_kwargs
+        assert (place["username"], place["password"], place["db"]) == ("me", "p%40&ss", 0)
+    options = pool.connection_kwargs
+    assert (options["password"], options["db"], options.get("username")) == ("secret", 2, None)
+
+
+def test_sentinels_with_a_password_are_asked_with_it(tmp_path: Path):
+    with start_valkey(tmp_path / "server", port := free_port()) as server:
+        with redis.Redis.from_url(server) as client:
+            client.config_set("requirepass", "theirs")
+        login = f"sentinel auth-pass {SERVICE} theirs"
+        with start_sentinel(tmp_path / "sentinel", port, 1, 'requirepass "its own"', login) as sentinel:
+            url = f"redis+sentinel://:theirs@127.0.0.1:{sentinel}/{SERVICE}?sentinel_password="
+            with connect_state(url + "its%20own") as client:
+                assert client.ping()
+            for wrong in (url + "another", url.partition("?")[0]):
+                with (
+                    connect_state(wrong) as client,
+                    pytest.raises(redis.ConnectionError, match="another sentinel_passw"),
+                ):
+                    client.ping()
+
+
+def test_with_tls_neither_sentinels_nor_servers_are_spoken_to_in_plain_text(tmp_path: Path):
+    certificate = write_certificate(tmp_path)
+    with ExitStack() as running:
+        server = free_port()
+        running.enter_context(start_valkey(tmp_path / "server", server))
+        public, at_server = running.enter_context(tls_in_front(server, certificate))
+        # The sentinel itself speaks to the server in plain text.
+        sentinel = running.enter_context(start_sentinel(tmp_path / "sentinel", public, 1))
+        asked, at_sentinel = running.enter_context(tls_in_front(sentinel, certificate))
+        place = f"127.0.0.1:{asked}/{SERVICE}"
+        with connect_state(f"rediss+sentinel://{place}?ssl_ca_certs={certificate}") as client:
+            assert client.ping()
+        assert at_sentinel and all(at_sentinel)
+        assert at_server.count(True) == 1
+        with connect_state(f"rediss+sentinel://{place}") as client, pytest.raises(redis.ConnectionError):
+            client.ping()
 
 
 @pytest.mark.parametrize("url", ["redis+sentinel://a:1,b:2", "redis+sentinel://a,b:2/service", "redis+sentinel:///s"])
@@ -78,7 +127,7 @@ def test_the_sentinels_are_asked_one_thread_at_a_time():
     assert together == [1, 1]
 
 
-@pytest.mark.parametrize("broker", ["", "redis+sentinel://a:1/broker"])
+@pytest.mark.parametrize("broker", ["", "redis+sentinel://a:1/broker", "rediss+sentinel://a:1/broker"])
 def test_the_broker_is_a_server_of_its_own(broker: str):
     section = {"url": URL} if not broker else {"url": "redis://a:1/0", "broker_url": broker}
     with pytest.raises(SetupError, match=r"redis\.broker_url: the broker is one Redis server") as caught:
