@@ -41,6 +41,18 @@ class SentinelSet:
             self._await_agreement(places)
             self._running = running.pop_all()
 
+    def cut_off_replicas(self) -> None:
+        """Gives the replicas all that the primary has now, and nothing of what comes later. A replica that has been cut
+        off for less than 20 s is still promoted."""
+        with ExitStack() as clients:
+            primary, *replicas = (clients.enter_context(_client(port)) for port in self._ports)
+            primary.set("mark", "")
+            assert primary.wait(_REPLICAS, _WITHIN_S * 1000) == _REPLICAS
+            for replica in replicas:
+                replica.config_set("masteruser", "nobody", "masterauth", "wrong")
+            primary.execute_command("CLIENT KILL TYPE replica")
+            _await(lambda: primary.info("replication")["connected_slaves"] == 0, "the replicas are cut off")
+
     def kill_primary(self) -> None:
         """Sends kill -9 to the first primary, which does not come back."""
         self._primary.close()
@@ -92,6 +104,10 @@ def start_replica(folder: Path, ports: Sequence[int]) -> Iterator[str]:
         with redis.Redis.from_url(url) as replica:
             _await(lambda: replica.info("replication")["master_link_status"] == "up", "the replica has all data")
         yield url
+
+
+def _client(port: int) -> redis.Redis:
+    return redis.Redis(port=port)
 
 
 def _listens(port: int) -> bool:

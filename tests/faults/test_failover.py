@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,32 +13,79 @@ import tinker
 from app.stores.redis import keys
 from tests.contract.data import ADAM, supervised
 from tests.faults.stack import BASE, Stack
+from tests.faults.world import await_true
 from tests.sentinels import SentinelSet
 from tests.servers import start_valkey
 
 HALF = 4
+GAP_S = 3
 
 
 @pytest.fixture
-def sentinels(memory: Path) -> Iterator[SentinelSet]:
-    with SentinelSet(memory / "sentinels") as sentinels:
+def folder(memory: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=memory))
+
+
+@pytest.fixture
+def sentinels(folder: Path) -> Iterator[SentinelSet]:
+    with SentinelSet(folder / "sentinels") as sentinels:
         yield sentinels
 
 
-def test_a_run_ends_as_if_its_primary_had_not_been_lost(memory: Path, base_path: Path, sentinels: SentinelSet):
+@pytest.fixture
+def broker(folder: Path) -> Iterator[str]:
+    with start_valkey(folder / "broker", durable=False) as url:
+        yield url
+
+
+def test_a_run_ends_as_if_its_primary_had_not_been_lost(
+    folder: Path, base_path: Path, sentinels: SentinelSet, broker: str
+):
     with ExitStack() as running:
-        broker = running.enter_context(start_valkey(memory / "failover-broker", durable=False))
-        stack = Stack(memory / "failover", base_path, sentinels.url, broker, sentinels.url, replicas=1)
+        stack = Stack(folder / "stack", base_path, sentinels.url, broker, sentinels.url, replicas=1)
         running.callback(stack.stop)
         service = running.enter_context(stack.sdk())
         calm, hit = (service.create_lora_training_client(BASE, rank=4, seed=5).result() for _ in range(2))
         undisturbed = train(calm, lambda: None)
         assert train(hit, sentinels.kill_primary) == undisturbed, "each call took effect once"
-        assert weights(memory, hit) == weights(memory, calm)
+        assert weights(folder, hit) == weights(folder, calm)
         assert stack.trainer.poll() is None, "no worker was lost"
         heads = [stack.client.hmget(keys.model(each.model_id), "applied", "history") for each in (calm, hit)]
         assert heads[0][0] == heads[1][0], "nothing was lost or doubled"
         assert heads[0][1] != heads[1][1], "there was a new primary"
+
+
+def test_without_replicas_to_wait_for_what_a_promotion_lost_is_reported_and_did_not_happen(
+    folder: Path, base_path: Path, sentinels: SentinelSet, broker: str
+):
+    """The new primary lacks a call that was acknowledged, a step whose results were read, and a checkpoint. On the
+    trainer's disk is a snapshot of the lost step."""
+    with ExitStack() as running:
+        stack = Stack(folder / "stack", base_path, sentinels.url, broker, sentinels.url, replicas=0, gap_s=GAP_S)
+        running.callback(stack.stop)
+        service = running.enter_context(stack.sdk())
+        calm, hit = (service.create_lora_training_client(BASE, rank=4, seed=5).result() for _ in range(2))
+        assert [loss(submit(calm, seed)) for seed in (0, 1)] == [loss(submit(hit, seed)) for seed in (0, 1)]
+        sentinels.cut_off_replicas()
+        assert loss(submit(hit, 2)) > 0
+        hit.save_state("final").result()
+        stack.trainer.terminate()
+        stack.trainer.wait(60)
+        assert int(stack.client.hget(keys.model(hit.model_id), "snapshot_seq")) > 0
+        lost = hit.forward_backward(supervised(seed=3), "cross_entropy")
+        await_true(lambda: stack.client.zscore(keys.PENDING, hit.model_id), "the call is acknowledged")
+        sentinels.kill_primary()
+        with pytest.raises(Exception, match="no future"):
+            lost.result()
+        trainer = stack.start_trainer()
+        for call in submit(hit, 4):
+            with pytest.raises(Exception, match="did not arrive"):
+                call.result()
+        assert loss(submit(hit, 5)) == loss(submit(calm, 5)), "the lost step did not happen"
+        for client in (calm, hit):
+            client.save_state("final").result()
+        assert weights(folder, hit) == weights(folder, calm), "no file of the lost checkpoint is used"
+        assert trainer.poll() is None, "no worker was lost"
 
 
 def train(client: tinker.TrainingClient, between: Callable[[], None]) -> list[float]:
@@ -65,9 +113,10 @@ def loss(step: Step) -> float:
     return forward.result().metrics["loss:sum"]
 
 
-def weights(memory: Path, client: tinker.TrainingClient) -> dict[str, bytes]:
-    """The tensors of the saved checkpoint, with the optimizer's state."""
-    folder = memory / "failover" / "data" / "objects" / "models" / client.model_id / "weights" / "final"
-    found = {file.name: file.read_bytes() for file in folder.glob("*/*.safetensors")}
+def weights(folder: Path, client: tinker.TrainingClient) -> dict[str, bytes]:
+    """The tensors of the saved checkpoint, with the optimizer's state: those of its newest owner."""
+    saved = folder / "stack" / "data" / "objects" / "models" / client.model_id / "weights" / "final"
+    newest = max(saved.iterdir(), key=lambda path: int(path.name.partition("-")[2]))
+    found = {file.name: file.read_bytes() for file in newest.glob("*.safetensors")}
     assert found
     return found
