@@ -6,7 +6,7 @@ Each method of RedisFutures is one script in lua/, or one read.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any, cast
 
 import redis
@@ -225,24 +225,22 @@ class RedisFutures:
         since a folder that is not mounted is empty: a client that got Gone would never ask again. Raises NotReplicated
         for a result that a failover could still lose.
         """
-        found = read_hash(self._redis, keys.future(request_id))
-        owner = found[b"owner"].decode() if b"state" in found else ""
-        if owner not in owners:
+        # The result is read only for its owner: the time of a foreign poll would show its size.
+        fields = self._redis.hmget(keys.future(request_id), ["state", "owner", "kind", "model"])
+        state, owner, kind, model = (field.decode() if field else "" for field in cast("list[bytes | None]", fields))
+        if not state or owner not in owners:
             absence = self._absence(request_id, owners)  # also for a foreign id: it costs the same reads
-            raise NotFound(f"no future {request_id!r}") if owner else absence
-        if self._run.replicas and found[b"state"] != b"pending":
-            # Replicas have the result that their primary has: it is read again on the connection that asks for them.
-            found = cast(dict[bytes, bytes], self._run.confirmed("HGETALL", keys.future(request_id)))
-            if b"state" not in found:
-                raise self._absence(request_id, owners)
-        state = cast(FutureState, found[b"state"].decode())
-        result = None if state == "pending" else self._result(request_id, found)
-        kind = found[b"kind"].decode()
+            raise NotFound(f"no future {request_id!r}") if state else absence
+        result = None if state == "pending" else self._result(request_id, owners)
         if result is not None and owner not in onlookers:
             self._note_read(request_id, kind, len(result.body))
-        return Future(request_id, kind, found[b"model"].decode(), owner, state, result)
+        return Future(request_id, kind, model, owner, cast(FutureState, state), result)
 
-    def _result(self, request_id: str, found: Mapping[bytes, bytes]) -> Result:
+    def _result(self, request_id: str, owners: Set[str]) -> Result:
+        """The result of a terminal future. Replicas that must have it get what is read: it is the same connection."""
+        found = cast(dict[bytes, bytes], self._run.confirmed("HGETALL", keys.future(request_id)))
+        if b"type" not in found:
+            raise self._absence(request_id, owners)
         body = found.get(b"body")
         if body is None and b"spilled" not in found:
             body = self._payloads.result(request_id)

@@ -158,8 +158,8 @@ MUTANTS = (
     Mutant(
         "replicas: a result waits for them",
         "app/stores/redis/futures.py",
-        'if self._run.replicas and found[b"state"] != b"pending":',
-        "if False:",
+        'self._run.confirmed("HGETALL", keys.future(request_id))',
+        "read_hash(self._redis, keys.future(request_id))",
         f"{_REPLICAS}::test_a_result_is_readable_when_a_replica_has_it",
     ),
     Mutant(

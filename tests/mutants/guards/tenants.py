@@ -135,11 +135,19 @@ MUTANTS = (
     ),
     # Tenants and hostile input.
     Mutant(
+        "futures: the size of a foreign result",
+        "app/stores/redis/futures.py",
+        "        fields = self._redis.hmget(",
+        "        read_hash(self._redis, keys.future(request_id))\n        fields = self._redis.hmget(",
+        "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis/test_results.py"
+        "::test_of_a_result_only_its_owner_learns_the_size",
+    ),
+    Mutant(
         "futures: the reads that a foreign id costs like an unknown one",
         "app/stores/redis/futures.py",
         "            absence = self._absence(request_id, owners)  # also for a foreign id: it costs the same reads\n"
-        '            raise NotFound(f"no future {request_id!r}") if owner else absence',
-        '            raise NotFound(f"no future {request_id!r}") if owner else self._absence(request_id, owners)',
+        '            raise NotFound(f"no future {request_id!r}") if state else absence',
+        '            raise NotFound(f"no future {request_id!r}") if state else self._absence(request_id, owners)',
         "tests/security/test_tenants.py::test_what_is_somebody_elses_takes_the_time_of_what_never_was",
     ),
     Mutant(

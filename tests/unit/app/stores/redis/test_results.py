@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from app.domain.records import Sampler
@@ -25,6 +27,25 @@ def test_foreign_and_unknown_futures_look_alike_and_an_expired_one_is_gone(oplog
         oplog.future(f"{MODEL}:0", {"me"})
     with pytest.raises(NotFound):
         oplog.future(f"{MODEL}:0", {"you"})
+
+
+def test_of_a_result_only_its_owner_learns_the_size(oplog, client):
+    """Not even by the time that the answer takes, so it is counted in the bytes that the state server sends."""
+    admit(oplog, 0)
+    admit(oplog, 1)
+    lease = own(oplog)
+    oplog.commit(lease, 0, OK)
+    oplog.commit(lease, 1, Result(b"x" * 500_000))
+
+    def sent(seq: int, project: str) -> int:
+        before = client.info("stats")["total_net_output_bytes"]
+        with contextlib.suppress(NotFound):
+            oplog.future(f"{MODEL}:{seq}", {project})
+        return client.info("stats")["total_net_output_bytes"] - before
+
+    assert sent(1, "me") > 500_000
+    foreign = [sent(seq, "you") for seq in (0, 1, 7)]
+    assert max(foreign) - min(foreign) < 100, "one is unknown, and the counts of INFO get longer"
 
 
 def test_a_result_lives_shorter_once_read(oplog, client):
