@@ -53,14 +53,24 @@ def _disk(stack: Stack) -> float:
 def _processes(stack: Stack) -> Iterator[tuple[str, float]]:
     assert stack.process is not None
     up = psutil.Process(stack.process.pid)
-    yield from _process("up", [up])
+    yield from _process("up", [up], stack.port)
     for log in sorted((stack.data_dir / "logs").glob("*.log")):
-        yield from _process(log.stem, [child for child in up.children(recursive=True) if writes(child, log)])
+        yield from _process(
+            log.stem, [child for child in up.children(recursive=True) if writes(child, log)], stack.port
+        )
 
 
-def _process(name: str, members: list[psutil.Process]) -> Iterator[tuple[str, float]]:
+def _process(name: str, members: list[psutil.Process], port: int) -> Iterator[tuple[str, float]]:
     """Sum over the processes, because the API is two processes and a rank group more."""
     with suppress(psutil.NoSuchProcess):
         yield f"{name}.rss", sum(member.memory_info().rss for member in members)
-        yield f"{name}.fds", sum(member.num_fds() for member in members)
+        yield f"{name}.fds", sum(descriptors(member, port) for member in members)
         yield f"{name}.threads", sum(member.num_threads() for member in members)
+
+
+def descriptors(process: psutil.Process, port: int) -> int:
+    """The process's file descriptors, without the connections to `port` that clients keep open: their number is the
+    clients' choice. A connection whose client has gone counts until the process closes it."""
+    connections = process.net_connections("tcp")
+    clients = [each for each in connections if each.laddr.port == port and each.status == psutil.CONN_ESTABLISHED]
+    return int(process.num_fds()) - len(clients)
