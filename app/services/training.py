@@ -25,7 +25,7 @@ from app.domain.losses import LOSSES, CustomLoss
 from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, Ragged, SaveWeights
 from app.domain.records import Loss, Model, Sampler, Session
 from app.domain.routes import SequenceRoutes, Span, none_of
-from app.errors import BadRequest, NotFound
+from app.errors import BadRequest, NotFound, TooLarge
 from app.services.admission import MAX_SEQ, AdmissionService, QuotaService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.tenants import audit
@@ -46,7 +46,7 @@ from app.services.validation import (
 from app.settings import LimitSettings
 from app.stores.objects.routes import RouteFiles
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords, dump, load
+from app.stores.redis.records import RedisRecords, load
 from app.wire import custom_loss
 from app.wire.bodies import check_batch, check_datums
 from app.wire.forward_backward import Envelope
@@ -205,6 +205,10 @@ def check_ttl(ttl_seconds: int | None) -> None:
         in_range("ttl_seconds", ttl_seconds, _HOUR, _TEN_YEARS)
 
 
+# They stay in the state server's memory until their session is removed. A loss takes 1 to 3 KB, and at most 170 KB.
+MOST_LOSS_BYTES = 16 * 2**20
+
+
 class CustomLossService:
     """Stores custom losses. A loss never changes: its id consists of the session and the number that the client gave
     it."""
@@ -215,8 +219,8 @@ class CustomLossService:
     def create(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, str]:
         """Stores a custom loss, and returns a future of its id; a repeat returns the same id.
 
-        Raises NotFound (session), BadRequest for a graph that is not allowed or a number already used for another loss,
-        and Unavailable while there is no room.
+        Raises NotFound (session), BadRequest for a graph that is not allowed, a number already used for another loss,
+        or more than MOST_LOSS_BYTES of losses in the session, and Unavailable while there is no room.
         """
         session_id, seq = asked["session_id"], asked["custom_loss_seq_id"]
         session = load_owned(self._records, Session, session_id, caller)
@@ -226,10 +230,18 @@ class CustomLossService:
         if self._records.get(Loss.namespace, loss_id) is None:
             self._quotas.take(caller, session.owner)
         record = Loss(session.owner, session_id, time.time(), content)
-        fresh = self._records.put_new(Loss.namespace, loss_id, dump(record))
+        fresh = self._put(loss_id, record)
         if not fresh and not _is_same(load_readable(self._records, Loss, loss_id, caller).content, loss):
             raise BadRequest(f"custom_loss_seq_id {seq} was used before with other content; use a new one")
         return {"request_id": loss_id}
+
+    def _put(self, loss_id: str, record: Loss) -> bool:
+        try:
+            return self._records.put_loss(loss_id, record, MOST_LOSS_BYTES)
+        except TooLarge as error:
+            raise BadRequest(
+                f"{error}: use one loss for many batches, pass what changes as an input, or begin a new session"
+            ) from None
 
     def find(self, caller: Caller, loss_id: str) -> CustomLoss:
         """The custom loss with this id. Raises BadRequest if it is missing: the call that names it is final, and its

@@ -12,7 +12,7 @@ import redis
 
 from app.domain.accounts import Account, Key, Organisation, Project, User
 from app.domain.records import Checkpoint, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Upload, Worker
-from app.errors import NotFound, Unavailable
+from app.errors import NotFound, TooLarge, Unavailable
 from app.settings import EngineSettings
 from app.stores.pages import Ledger
 from app.stores.redis import keys
@@ -82,6 +82,18 @@ class RedisRecords:
         outcome = self._run("put_reserved", path, checkpoint.size_bytes, *flat)
         if outcome < 0:
             raise Unavailable(f"{path} took so long that the room reserved for it has lapsed; try again")
+        return bool(outcome)
+
+    def put_loss(self, loss_id: str, loss: Loss, most_bytes: int) -> bool:
+        """Records a custom loss. Returns False when the id has one already; that one stays. Raises TooLarge when the
+        losses of its session would take more than `most_bytes`, NotFound when the session is gone, and Unavailable
+        while there is no room for another record."""
+        flat = [part for pair in dump(loss).items() for part in pair]
+        outcome = self._run("put_loss", loss.session_id, loss_id, len(loss.content), most_bytes, *flat)
+        if outcome == -1:
+            raise TooLarge(f"the custom losses of session {loss.session_id} take over {most_bytes} bytes")
+        if outcome == -2:
+            raise NotFound(f"session {loss.session_id!r} does not exist")
         return bool(outcome)
 
     def put_newer(self, namespace: str, key: str, version: int, fields: Record) -> bool:

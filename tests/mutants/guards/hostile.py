@@ -9,6 +9,14 @@ _TERMINAL = "--confcutdir=tests/unit/app/stores tests/unit/app/stack/test_termin
 
 MUTANTS = (
     Mutant(
+        "custom losses: the bytes of a session",
+        "app/stores/redis/lua/records.lua",
+        "if held + ARGV[3] > tonumber(ARGV[4]) then return -1 end",
+        "",
+        "tests/unit/app/api/test_custom_losses.py"
+        "::test_the_losses_of_a_session_have_a_bound_that_repeats_and_other_sessions_do_not_meet",
+    ),
+    Mutant(
         "limits: the size a zstd frame says it has",
         "app/wire/bodies.py",
         "if size > most:",

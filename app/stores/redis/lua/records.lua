@@ -48,6 +48,22 @@ change_record(ARGV[1], ARGV[2], function() redis.call('HSET', key, unpack(ARGV, 
 redis.call('ZADD', 'tinsmith:index:' .. ARGV[1], 0, ARGV[2])
 return 1
 
+-- script: put_loss
+-- needs: no_room
+-- Set a custom loss unless it exists, and count its bytes for its session. ARGV: session id, loss id, its bytes, most
+-- bytes of a session, field, value, ... Returns 1; 0 when it exists, -1 when it would be too much, -2 without the session.
+local key, session = 'tinsmith:losses:' .. ARGV[2], 'tinsmith:sessions:' .. ARGV[1]
+if redis.call('EXISTS', key) == 1 then return 0 end
+if redis.call('EXISTS', session) == 0 then return -2 end
+local refusal = no_room(0)
+if refusal then return refusal end
+local held = tonumber(redis.call('HGET', session, 'loss_bytes') or 0)
+if held + ARGV[3] > tonumber(ARGV[4]) then return -1 end
+redis.call('HINCRBY', session, 'loss_bytes', ARGV[3])
+redis.call('HSET', key, unpack(ARGV, 5))
+redis.call('ZADD', 'tinsmith:index:losses', 0, ARGV[2])
+return 1
+
 -- script: put_reserved
 -- needs: change_record, no_room, reserved
 -- Record a checkpoint that room is reserved for; its bytes count instead of the reservation from now on. Its owner is

@@ -48,6 +48,22 @@ def op_of(api: Api, model: str, seq: int = 1) -> ops.ForwardBackward:
     return ops.decode(entry.payload)
 
 
+def test_the_losses_of_a_session_have_a_bound_that_repeats_and_other_sessions_do_not_meet(
+    api: Api, session: str, monkeypatch: pytest.MonkeyPatch
+):
+    """They lie in the state server's memory, of which every project needs a part."""
+    first = make(api, session)
+    size = len(api.services.records.get(Loss.namespace, first)["content"])
+    monkeypatch.setattr("app.services.training.MOST_LOSS_BYTES", 3 * size)
+    for seq in range(1, 3):
+        make(api, session, seq=seq)
+    refused = api.post("create_custom_loss", body(dpo, DPO_RANKS, session, 3))
+    assert refused.status_code == 400
+    assert "begin a new session" in refused.text
+    assert make(api, session) == first
+    make(api, api.session())
+
+
 @pytest.fixture
 def session(api: Api) -> str:
     return api.session()
