@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
+import redis
 from celery import Task, shared_task
 from celery.exceptions import Retry
 
@@ -62,7 +63,11 @@ class Runtime:
             return handler.handle(request_id, model_id, kind)
 
     def tick(self) -> None:
-        self.on_tick()
+        """Handles a tick. While the state server is away there is nothing to do, which is one line in the log."""
+        try:
+            self.on_tick()
+        except redis.RedisError as error:
+            log.warning("tick: %s", error)
         self.watchdog.answered()
 
     def announce(self) -> None:

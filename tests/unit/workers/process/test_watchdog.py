@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
+import redis
 
 from workers.process import liveness
 from workers.process.liveness import Watchdog
+from workers.process.runtime import Runtime
 
 HEALTHY_S = 30.0
 BEAT_S = HEALTHY_S / 10
@@ -146,3 +149,21 @@ def test_a_worker_whose_engine_is_of_no_use_ends_at_once(worker: Worker):
     assert not worker.watchdog.healthy()
     worker.lasts(BEAT_S)
     assert worker.ended
+
+
+def test_a_tick_while_the_state_server_is_away_is_answered_and_one_line(
+    worker: Worker, caplog: pytest.LogCaptureFixture
+):
+    def on_tick() -> None:
+        raise redis.ConnectionError("no sentinel names a primary of 'service'")
+
+    absent: Any = None
+    runtime = Runtime(absent, absent, "", absent, worker.watchdog, absent, on_tick, absent)
+    for _ in range(3):
+        worker.lasts(BEAT_S)
+        worker.waiting = 0
+        runtime.tick()
+    assert worker.sent == 3, "the next tick does not wait until this one counts as lost"
+    assert [(record.getMessage(), record.exc_info) for record in caplog.records] == [
+        ("tick: no sentinel names a primary of 'service'", None)
+    ] * 3
