@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
 from app import ids
-from app.domain.records import Checkpoint, Loss, Model, Sampler
+from app.domain.records import Loss, Model, Sampler
 from app.errors import Unavailable
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import remove_checkpoint
@@ -63,13 +63,10 @@ class Teardown:
         for sampler_id, _ in samplers[:_RETIRED_AT_ONCE]:
             self._lifecycle.end_sampler(sampler_id)
         if len(samplers) <= _RETIRED_AT_ONCE and self._lifecycle.forget(session_id):
-            # Without the session none of these ids can be used again. A run with a checkpoint stays listed beside that
-            # checkpoint.
+            # Without the session none of these ids can be used again. The orphans maintenance task removes the runs'
+            # records once their files are gone.
             for loss_id in self._records.ids(Loss.namespace, ids.loss_prefix(session_id)):
                 self._records.delete(Loss.namespace, loss_id)
-            for model_id in self._models(session_id):
-                if not any(self._records.ids(Checkpoint.namespace, f"tinker://{model_id}/")):
-                    self._records.delete(Model.namespace, model_id)
 
     def _free(self, model_ids: list[str]) -> None:
         for holder in set(self._lifecycle.holders(model_ids)):

@@ -1,5 +1,6 @@
 """Removes stored files without a reference: overwritten, expired and half-written checkpoints, old snapshots, uploads
 that were not finished, payloads of a lost state server, and routes (app/stores/objects/routes.py) that are too old.
+Then it removes the records of ended runs without files.
 
 Mark and sweep, by the state server's clock alone: files are removed when nothing refers to them in every round for
 `engine.orphan_s`. That time covers a reader that has read a reference and not yet written its own.
@@ -15,12 +16,13 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 
+from app import ids
 from app.domain import ops
 from app.domain.checkpoints import MODELS, SNAPSHOT, CheckpointPrefix
-from app.domain.records import UPLOADS, Checkpoint, Model, Sampler, Upload
+from app.domain.records import UPLOADS, Checkpoint, Model, Sampler, Session, Upload
 from app.errors import NewerContent
 from app.settings import EngineSettings
 from app.stores.objects.base import ObjectStore
@@ -113,7 +115,10 @@ class Orphans:
 
     def _collect(self) -> None:
         unknown = self._payloads.unknown()
-        overdue = self._lifecycle.overdue([*self._unreferenced(), *unknown])
+        places = {place for key in self._objects.list(f"{MODELS}/") if (place := CheckpointPrefix.parse(key))}
+        models = dict(self._records.list(Model.namespace))
+        self._forget(models, {place.model_id for place in places})
+        overdue = self._lifecycle.overdue([*self._unreferenced(places, models), *unknown])
         self._objects.delete(lost := set(overdue).intersection(unknown))
         if lost:
             log.info("removed %d payloads that the state server does not know", len(lost))
@@ -123,11 +128,23 @@ class Orphans:
                 remove_checkpoint(self._objects, prefix)
                 log.info("removed an orphan: %s", prefix)
 
-    def _unreferenced(self) -> Iterator[str]:
-        """The prefixes that nothing refers to. The order of the reads matters: a commit made after the heads were read
+    def _forget(self, models: Mapping[str, Mapping[str, str]], stored: Container[str]) -> None:
+        """Removes the records of ended runs whose session is gone and that have no files. The files of a run without a
+        record would stay for ever."""
+        for model_id, fields in models.items():
+            if "ended" in fields and model_id not in stored and not self._is_known(model_id):
+                self._records.delete(Model.namespace, model_id)
+
+    def _is_known(self, model_id: str) -> bool:
+        session = self._records.get(Session.namespace, ids.session_of(model_id))
+        return session is not None or any(self._records.ids(Checkpoint.namespace, f"tinker://{model_id}/"))
+
+    def _unreferenced(
+        self, places: Collection[CheckpointPrefix], models: Mapping[str, Mapping[str, str]]
+    ) -> Iterator[str]:
+        """The prefixes that nothing refers to. The order of the reads matters: a commit made after the models were read
         is found among the records."""
-        places = {place for key in self._objects.list(f"{MODELS}/") if (place := CheckpointPrefix.parse(key))}
-        heads = {model_id: ModelHead.of(fields) for model_id, fields in self._records.list(Model.namespace)}
+        heads = {model_id: ModelHead.of(fields) for model_id, fields in models.items()}
         referenced = {head.snapshot for head in heads.values()}
         for namespace in (Checkpoint.namespace, Sampler.namespace):
             records = (fields for _, fields in self._records.list(namespace) if "given_up" not in fields)

@@ -59,6 +59,27 @@ MUTANTS = (
         f"{_ADAPTERS}::test_in_flight_weights_stay_while_another_clients_request_runs_on_them",
     ),
     Mutant(
+        "orphans: an ended run that still has files",
+        "workers/maintenance/orphans.py",
+        " and model_id not in stored",
+        "",
+        f"{_ORPHANS}::test_an_ended_run_is_forgotten_once_its_session_its_checkpoints_and_their_files_are_gone",
+    ),
+    Mutant(
+        "orphans: a run that has not ended",
+        "workers/maintenance/orphans.py",
+        "in fields and model_id not",
+        "in fields or model_id not",
+        f"{_ORPHANS}::test_a_run_that_has_not_ended_or_whose_session_lives_is_kept_without_files",
+    ),
+    Mutant(
+        "orphans: an ended run of a session that is there",
+        "workers/maintenance/orphans.py",
+        " and not self._is_known(model_id):",
+        ":",
+        f"{_ORPHANS}::test_a_run_that_has_not_ended_or_whose_session_lives_is_kept_without_files",
+    ),
+    Mutant(
         "adapters: the files of a round that broke off",
         "workers/maintenance/orphans.py",
         ' if "given_up" not in fields)',

@@ -14,7 +14,7 @@ import redis
 from app.domain import ops
 from app.domain.limits import PROJECT, Limits, Payer
 from app.domain.ops import CreateModel, LoadWeights, LoraSpec, ModelSpec, Op
-from app.domain.records import UPLOADS, Checkpoint, Model, Sampler, Upload, uploaded
+from app.domain.records import UPLOADS, Checkpoint, Model, Sampler, Session, Upload, uploaded
 from app.domain.results import Result
 from app.services.admission import LimitsOf, QuotaService
 from app.services.imports.importer import Importer
@@ -226,6 +226,36 @@ def test_all_an_ended_model_left_goes_but_its_checkpoints(installation: Installa
     installation.write("weights/b/11-3", "adapter_model.safetensors")
     RedisLifecycle(installation.client, PATIENT).end_model(MODEL)
     assert installation.collect() == {kept}
+
+
+def test_an_ended_run_is_forgotten_once_its_session_its_checkpoints_and_their_files_are_gone(
+    installation: Installation,
+):
+    """A checkpoint that expired just before its run was torn down had files for ever: nobody knew their run."""
+    records, kept = installation.records, installation.write("weights/a/4-1")
+    path = installation.checkpoint("a", kept)
+    records.put_new(Session.namespace, "session", dump(Session("me", 0.0)))
+    RedisLifecycle(installation.client, PATIENT).end_model(MODEL)
+    left = []
+    for reference in ("session", "checkpoint", None):
+        left.append((installation.collect(), records.get(Model.namespace, MODEL) is not None))
+        if reference == "session":
+            records.delete(Session.namespace, "session")
+        elif reference == "checkpoint":
+            records.delete(Checkpoint.namespace, path)
+    assert left == [({kept}, True), ({kept}, True), (set(), True)]
+    installation.collect()
+    assert records.get(Model.namespace, MODEL) is None
+
+
+def test_a_run_that_has_not_ended_or_whose_session_lives_is_kept_without_files(installation: Installation):
+    installation.store.delete(installation.store.list("models/"))
+    installation.collect()
+    assert installation.records.get(Model.namespace, MODEL)
+    installation.records.put_new(Session.namespace, "session", dump(Session("me", 0.0)))
+    RedisLifecycle(installation.client, PATIENT).end_model(MODEL)
+    installation.collect()
+    assert installation.records.get(Model.namespace, MODEL)
 
 
 def test_what_lies_elsewhere_is_not_ours_to_judge(installation: Installation):
