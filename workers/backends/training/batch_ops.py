@@ -153,7 +153,7 @@ class Job:
 
     scores: fp32 [all elements of `scored`], the logprobs of the targets, or a critic's values; `datums` holds fp32
     [number of datums] arrays: "bad" (not 0 where the loss, its gradient or a sum among its metrics is not finite),
-    "loss:sum" and the metrics. Both lie on the device.
+    "loss:sum" and the metrics. Both lie on the device until they are fetched.
     """
 
     op: ForwardBackward
@@ -225,6 +225,12 @@ class Job:
             self.datums[name][datums] = values
         return torch.where(bad[:, None, None], 0.0, found.gradient)
 
+    def fetch(self) -> None:
+        """Moves the results to the host, in one transfer."""
+        parts = [self.scores, *self.datums.values()]
+        self.scores, *found = torch.split(torch.cat(parts).cpu(), [len(part) for part in parts])
+        self.datums = dict(zip(self.datums, found, strict=True))
+
     def check_finite(self) -> None:
         """Raises UserOpError naming the first datum whose loss, its gradient or its ratio is not finite."""
         bad = self.datums["bad"].nonzero()
@@ -240,10 +246,10 @@ class Job:
 
     def output(self) -> ForwardBackwardOutput | CriticOutput:
         """Returns the output of the Op's future."""
-        found = {name: t.double().cpu() for name, t in self.datums.items() if name != "bad"}
+        found = {name: t.double() for name, t in self.datums.items() if name != "bad"}
         metrics = {name: float(_reduce(name, t, 0)) if len(t) else 0.0 for name, t in found.items()}
         metrics["tokens:sum"] = float(sum(self.tokens.lengths))
-        scores = Ragged(self.scores.cpu().numpy(), _scored(self.op).shapes)
+        scores = Ragged(self.scores.numpy(), _scored(self.op).shapes)
         return CriticOutput(scores, metrics) if self.critic else ForwardBackwardOutput(scores, metrics)
 
 

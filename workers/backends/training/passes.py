@@ -19,19 +19,14 @@ from torch import Tensor, nn
 
 from workers.backends.training.batch_ops import Column, Job, MicroBatch, Share, asks_entropy, cut
 from workers.backends.training.engine import Engine
-from workers.backends.training.lm_head import LmHead, Scored, Segments
+from workers.backends.training.lm_head import LmHead, Scored, Segments, chunk_sizes
 from workers.models import lora
 from workers.models.images import Picture
 from workers.models.lora import Adapter
 from workers.models.routers import NO_ROUTE
 
-# Rows of logits made at once. On a CPU more rows gain nothing, and fewer rows read the head's weight too often; a GPU
-# wants larger products.
-CHUNK_ROWS = {"cpu": 256, "cuda": 2048}
-# A wider vocabulary has fewer rows, so that a chunk's logits do not grow with it: 128 MB in fp32 on a CPU.
+# A wider vocabulary has fewer rows in a chunk, so that a chunk's logits do not grow with it: 128 MB in fp32 on a CPU.
 _WIDE = 2**17
-# Elements of a block's logits that are kept until its loss is known: 128 MB in bf16. Beyond this they are recomputed.
-_KEPT_ELEMENTS = 2**26
 # Picking rows copies them. The copy pays once a quarter of the rows are left out.
 _WORTH_PICKING = 0.75
 
@@ -56,14 +51,15 @@ class PolicyOutputs:
         self._head, self._hidden, self._targets, self._segments = head, hidden, targets, segments
         self._kept: list[Scored] = []
         wide = hidden.shape[1] if head.weight is None else len(head.weight)
-        step = max(1, CHUNK_ROWS[hidden.device.type] * _WIDE // max(_WIDE, wide))
+        sizes = chunk_sizes(hidden.device)
+        step = max(1, sizes.rows * _WIDE // max(_WIDE, wide))
         self._chunks = [slice(start, min(start + step, len(hidden))) for start in range(0, max(1, len(hidden)), step)]
         found, entropies = [], []
         for rows in self._chunks:
             scored = head.score(hidden[rows], targets[rows], list(lora.within(self._segments, rows)), entropy=entropy)
             found.append(scored.logprobs)
             entropies.append(scored.entropy)
-            if keep and len(hidden) * scored.exps.shape[1] <= _KEPT_ELEMENTS:
+            if keep and len(hidden) * scored.exps.shape[1] <= sizes.kept:
                 self._kept.append(scored)
             del scored  # else two chunks' logits are in memory at once
         self.scores = torch.cat(found)
@@ -75,13 +71,15 @@ class PolicyOutputs:
         Rows where `seed` is 0 (prompts) cost nothing. Trained parts of the head get their gradient: see
         LmHead.backward."""
         found = torch.zeros_like(self._hidden)
+        every = seed.ne(0).any(-1).cpu()  # a GPU waits here, once for all chunks
         for i, rows in enumerate(self._chunks):
-            wanted = seed[rows].ne(0).any(-1)
+            wanted = every[rows]
             count = int(wanted.sum())
             if count > _WORTH_PICKING * len(wanted):
                 found[rows] = self._head.backward(self._scored(i), seed[rows])
             elif count:
-                found[rows][wanted] = self._head.backward(self._scored(i).only(wanted), seed[rows][wanted])
+                chosen = wanted.nonzero()[:, 0].to(seed.device)
+                found[rows][chosen] = self._head.backward(self._scored(i).only(wanted), seed[rows][chosen])
         return found
 
     def _scored(self, chunk: int) -> Scored:
@@ -182,7 +180,7 @@ class Pass:
         gradient = torch.zeros_like(hidden, requires_grad=False) if self._backward else None
         with torch.no_grad(), self._outputs() as outputs_of:
             # Ranks that share the tokens run the head at the same time, so all of their rows are one block.
-            limit = CHUNK_ROWS[self._device.type] if self._sequence.size == 1 else len(tokens)
+            limit = chunk_sizes(self._device).rows if self._sequence.size == 1 else len(tokens)
             for rows, block in batch.blocks(limit):
                 outputs = outputs_of(block, hidden[rows])
                 scores, entropy = self._assembled(block, outputs)
@@ -256,7 +254,7 @@ class Pass:
         parts = []
         for share in block.shares:
             column = self._jobs[share.op].inputs["target_tokens"]
-            parts.append(self._block(column, share)[self._real(share)])
+            parts.append(self._block(column, share).flatten(0, 1)[self._places(share)])
         widest = max(part.shape[1] for part in parts)
         return torch.cat([nn.functional.pad(part, (0, widest - part.shape[1])) for part in parts])
 
@@ -275,22 +273,25 @@ class Pass:
 
     def _loss(self, job: Job, share: Share, scores: Tensor, entropy: Tensor | None) -> Tensor:
         """Records the results of one share; returns the loss's gradient in its scores, zero for bad datums."""
-        real_rows = self._real(share)
-        padded = _padded(scores, real_rows)
-        where = self._moved(job.scored.positions(share.datums, max(share.lengths)))
+        places = self._places(share)
+        padded = _padded(scores, places, share)
+        where = job.scored.positions(share.datums, max(share.lengths))
         real = where >= 0
-        job.scores[where[real]] = padded[real]
+        job.scores[self._moved(where[real])] = padded.flatten()[self._moved(np.flatnonzero(real))]
         inputs = {name: self._block(column, share) for name, column in job.inputs.items()}
-        entropies = None if entropy is None else _padded(entropy, real_rows)
-        found = job.evaluate(share.datums, padded, inputs, real, entropies)
-        return job.note(self._moved(share.datums), found)[real_rows]
+        entropies = None if entropy is None else _padded(entropy, places, share)
+        found = job.evaluate(share.datums, padded, inputs, self._moved(real), entropies)
+        return job.note(self._moved(share.datums), found).flatten(0, 1)[places]
 
     def _block(self, column: Column, share: Share) -> Tensor:
         return self._moved(column.block(share.datums, max(share.lengths)))
 
-    def _real(self, share: Share) -> Tensor:
-        """Returns bool [datums, longest]: True where a token is."""
-        return self._moved(np.arange(max(share.lengths)) < np.array(share.lengths)[:, None])
+    def _places(self, share: Share) -> Tensor:
+        """Returns int64 [tokens]: each token's place among the share's datums, padded to the longest.
+
+        Made on the host: to pick by a mask, the host would wait for a GPU to count it.
+        """
+        return self._moved(np.flatnonzero(np.arange(max(share.lengths)) < np.array(share.lengths)[:, None]))
 
     def _moved(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -327,8 +328,8 @@ class Pass:
                 job.state.sum_found()
 
 
-def _padded(rows: Tensor, real: Tensor) -> Tensor:
-    """Splits [T, K] by datum into [n, L, K], with 0 for padding; bool [n, L] says where a token is."""
-    padded = rows.new_zeros(*real.shape, rows.shape[1])
-    padded[real] = rows
-    return padded
+def _padded(rows: Tensor, places: Tensor, share: Share) -> Tensor:
+    """Splits [tokens, K] by datum into [n, L, K], with 0 for padding. `places`: see Pass._places."""
+    padded = rows.new_zeros(len(share.lengths) * max(share.lengths), rows.shape[1])
+    padded[places] = rows
+    return padded.view(len(share.lengths), -1, rows.shape[1])

@@ -224,6 +224,7 @@ class Trainer(ABC):
 
     def _finish(self, job: Job) -> Output | OpError:
         try:
+            job.fetch()
             job.check_finite()
             if not job.op.forward_only:
                 job.state.keep()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from app.domain.ops import LoraSpec
 from workers.backends.training import passes
-from workers.backends.training.lm_head import LmHead, LogitRule, Scored
+from workers.backends.training.lm_head import ChunkSizes, LmHead, LogitRule, Scored
 from workers.backends.training.passes import PolicyOutputs
 from workers.models.lora import Adapter, LoraPair
 
@@ -51,8 +51,7 @@ def by_hand(
 def test_logprobs_and_all_gradients_equal_log_softmax(
     monkeypatch: pytest.MonkeyPatch, rule: LogitRule, width: int, zeros: int, chunk: int, kept: int
 ) -> None:
-    monkeypatch.setitem(passes.CHUNK_ROWS, "cpu", chunk)
-    monkeypatch.setattr(passes, "_KEPT_ELEMENTS", kept)
+    monkeypatch.setattr(passes, "chunk_sizes", lambda device: ChunkSizes(chunk, 2**18, kept))
     torch.manual_seed(0)
     weight, hidden = torch.randn(VOCAB, WIDTH), torch.randn(ROWS, WIDTH)
     targets, seed = torch.randint(0, VOCAB, (ROWS, width)), torch.randn(ROWS, width)
@@ -141,7 +140,7 @@ def test_the_logits_of_a_chunk_stop_growing_with_the_vocabulary(
 def test_entropy_is_that_of_the_whole_distribution(
     monkeypatch: pytest.MonkeyPatch, rule: LogitRule, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setitem(passes.CHUNK_ROWS, "cpu", 7)
+    monkeypatch.setattr(passes, "chunk_sizes", lambda device: ChunkSizes(7, 2**18, 2**26))
     torch.manual_seed(0)
     given, targets = torch.randn(ROWS, VOCAB).mul(5).to(dtype), torch.randint(0, VOCAB, (ROWS, 1))
     found = PolicyOutputs(LmHead(None, "lm_head", rule), given, targets, [], keep=False, entropy=True).entropy

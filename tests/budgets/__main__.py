@@ -1,0 +1,75 @@
+"""Counts kernels and waits of training passes on a stand-in for a GPU, and prints them as JSON.
+
+It has a process of its own, because the stand-in is known to the whole process. A layer's kernels are the difference of
+a model with two layers and one with one.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from app.settings import BaseModelSettings, TrainerSettings
+from ops.bench import batches
+from ops.bench.bare_trainer import BareTrainer
+from tests.budgets.accelerator import DEVICE, Counts, counted
+from tests.models import byte_tokenizer
+from tests.parity.architectures import build
+from workers.backends.training import backends
+
+_VOCABULARY = 320
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pass of `tenants` with `datums` of `length` tokens each; `uneven`: each tenant's are longer than the one's
+    before."""
+
+    tenants: int
+    datums: int
+    length: int
+    uneven: bool = False
+
+    def counts(self, folder: Path, layers: int) -> Counts:
+        backends.rank_device = lambda settings: DEVICE
+        trainer = BareTrainer(_settings(folder, layers), self.tenants, rank=8)
+        ops = {
+            f"m{tenant}": batches.operation(
+                batches.random_tokens(self.datums, self.length + 3 * tenant * self.uneven, _VOCABULARY)
+            )
+            for tenant in range(self.tenants)
+        }
+        trainer.apply(ops)
+        with counted() as counts:
+            trainer.apply(ops)
+        return counts
+
+
+CASES = {
+    "1 tenant": Case(1, 16, 32),
+    "1 tenant, 8 times the tokens": Case(1, 16, 256),
+    "16 tenants": Case(16, 1, 32),
+    "16 uneven tenants": Case(16, 1, 32, uneven=True),
+}
+
+
+def _settings(folder: Path, layers: int) -> BaseModelSettings:
+    base = folder / str(layers)
+    if not base.exists():
+        byte_tokenizer().save_pretrained(build("qwen3", base, num_hidden_layers=layers))
+    trainer = TrainerSettings(backend="torch", micro_batch_tokens=2**14, activation_checkpointing=False)
+    return BaseModelSettings(name="tests/budgets", path=str(base), dtype="bfloat16", trainer=trainer)
+
+
+def _measured(case: Case, folder: Path) -> dict[str, Any]:
+    one, two = (case.counts(folder, layers) for layers in (1, 2))
+    layer = two.kernels.total() - one.kernels.total()
+    return {"layer": layer, "rest": one.kernels.total() - layer, "waits": one.waits.total()}
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as made, counted():
+        print(json.dumps({name: _measured(case, Path(made)) for name, case in CASES.items()}))

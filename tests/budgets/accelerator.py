@@ -1,0 +1,125 @@
+"""A stand-in for a GPU: tensors of a device of its own, computed on the CPU, and counts of what a GPU would do.
+
+torch's PrivateUse1 device is made known as "gpu", once and for the whole process. An operation on tensors of two
+devices is an error, as on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+
+@dataclass(frozen=True)
+class _Properties:
+    total_memory: int = 80 * 10**9
+
+
+class _Module(_DummyBackendModule):
+    """torch.gpu, as torch.cuda is for CUDA."""
+
+    def get_device_properties(self, device: torch.device) -> _Properties:
+        return _Properties()
+
+
+_setup_privateuseone_for_python_backend("gpu", backend_module=_Module())
+DEVICE = torch.device("gpu", 0)
+_MEMORY_ALONE = ("aten.detach", "aten.empty", "aten.new_empty", "aten.alias", "aten._unsafe_view", "aten.lift_fresh")
+_WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.repeat_interleave.Tensor")
+
+
+class Counts:
+    """`kernels` and `waits` (reads by the host, which wait for the device) by operation."""
+
+    def __init__(self) -> None:
+        self.kernels: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor of DEVICE around one of the CPU."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> DeviceTensor:
+        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=DEVICE,
+        )
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _computed(func, args, kwargs or {}, None)
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = counts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _computed(func, args, kwargs or {}, self.counts)
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Counts the operations on DEVICE within the block."""
+    counts = Counts()
+    with _Counting(counts):
+        yield counts
+
+
+def _computed(func: Any, args: Any, kwargs: Any, counts: Counts | None) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    target = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
+    if not any(isinstance(tensor, DeviceTensor) for tensor in tensors) and target != DEVICE.type:
+        return func(*args, **kwargs)
+    _check_devices(func, tensors)
+    if counts is not None:
+        _count(func, tensors, target, counts)
+    inner_kwargs = {name: "cpu" if name == "device" else value for name, value in kwargs.items()}
+    found = func(*tree_map(_inner, args), **tree_map(_inner, inner_kwargs))
+    if target == "cpu":
+        return found
+    wrapped = tree_map(lambda one: DeviceTensor(one) if type(one) is Tensor else one, found)
+    return return_and_correct_aliasing(func, args, kwargs, wrapped)  # type: ignore[no-untyped-call]
+
+
+def _inner(leaf: Any) -> Any:
+    return leaf.held if isinstance(leaf, DeviceTensor) else leaf
+
+
+def _check_devices(func: Any, tensors: list[Tensor]) -> None:
+    copies = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+    foreign = [tensor for tensor in tensors if not isinstance(tensor, DeviceTensor) and tensor.dim() > 0]
+    if foreign and not copies:
+        raise RuntimeError(f"{func} got tensors of two devices: one of the CPU is {tuple(foreign[0].shape)}")
+
+
+def _count(func: Any, tensors: list[Tensor], target: str | None, counts: Counts) -> None:
+    name = str(func)
+    masks = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
+    if name.startswith(_WAITS) or target == "cpu" or (masks and any(t.dtype is torch.bool for t in tensors[1:])):
+        counts.waits[name] += 1
+    returns = func._schema.returns
+    is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+    if not is_view and not name.startswith(_MEMORY_ALONE):
+        counts.kernels[name] += 1
