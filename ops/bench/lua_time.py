@@ -171,7 +171,7 @@ class _World:
             "open_session": self._each(range(20), lambda _: open_one(2 * sessions)),
             "open_session above the limit": self._each(range(5), lambda _: open_one(sessions)),
             "used, of sessions": self._each(range(5), lambda _: self._quotas.used(Payer(PROJECT, "many", Limits()))),
-            "expire, of a thousand sessions": self._each(range(5), lambda _: hasty.expire()),
+            "expire": self._each(range(5), lambda _: hasty.expire()),
         }
 
     def _seq_behind(self, model_id: str) -> int:

@@ -17,7 +17,7 @@ from app.stores.redis.records import dump
 from tests.unit.app.stores.redis.journal_steps import MODEL, admit, own
 
 MOST_MISSING = 1024
-LONG, SLICE = 2_100, 200
+LONG, TRIMMED, DOOMED = 2_100, 50, 200
 
 
 def size(client) -> int:
@@ -75,7 +75,7 @@ def test_a_long_journal_is_trimmed_in_slices(oplog, client):
     client.hset(keys.model(MODEL), "applied", LONG)
     lease = own(oplog)
     assert oplog.set_snapshot(lease, LONG - 1, "models/m/snapshots/1") == ""
-    assert ops_left(client) == LONG + 1 - SLICE, "one step deletes no more"
+    assert ops_left(client) == LONG + 1 - TRIMMED, "one step deletes no more"
     oplog.trim(MODEL)
     assert client.zrange(keys.journal(MODEL), 0, -1) == [str(LONG).encode()]
     assert ops_left(client) == 1
@@ -85,7 +85,7 @@ def test_a_long_journal_of_an_ended_model_is_deleted_in_slices_and_all_its_calls
     lifecycle = RedisLifecycle(client, EngineSettings())
     fill(client, LONG)
     assert lifecycle.end_model(MODEL) is not None
-    assert ops_left(client) == LONG + 1 - SLICE, "one step deletes no more"
+    assert ops_left(client) == LONG + 1 - TRIMMED, "one step deletes no more"
     lifecycle.end_calls()
     assert (ops_left(client), client.exists(keys.journal(MODEL)), client.exists("tinsmith:ending")) == (0, 0, 0)
     assert all(oplog.outcome(f"{MODEL}:{seq}").failed for seq in range(LONG + 1))
@@ -99,13 +99,13 @@ def test_the_loads_of_a_long_journal_are_read_in_slices(oplog, client):
 @pytest.mark.parametrize("kind", ["forward_backward", "forward"])
 def test_the_many_calls_behind_a_lost_gradient_are_doomed_in_slices(oplog, client, kind):
     """No call of the window runs, however many wait, and none behind its optim_step is doomed."""
-    last = SLICE + 20
+    last = DOOMED + 20
     kinds = ["forward_backward", *[kind] * (last - 1), "optim_step", "forward"]
     for seq, each in enumerate(kinds):
         admit(oplog, seq, each)
     lease, bad = own(oplog), Result(b"{}", failed=True)
     oplog.commit(lease, 0, bad, why="infinite")
-    assert sum(bool(oplog.entry(MODEL, seq).doomed) for seq in range(1, last + 2)) == SLICE
+    assert sum(bool(oplog.entry(MODEL, seq).doomed) for seq in range(1, last + 2)) == DOOMED
     for seq in range(1, last + 1):
         assert oplog.entry(MODEL, seq).doomed == "infinite"
         oplog.commit(lease, seq, bad, why="it was doomed")
@@ -113,12 +113,12 @@ def test_the_many_calls_behind_a_lost_gradient_are_doomed_in_slices(oplog, clien
 
 
 def test_a_lost_batch_dooms_in_slices_too(oplog):
-    for seq in range(1, SLICE + 20):
+    for seq in range(1, DOOMED + 20):
         admit(oplog, seq)
     oplog.refuse(MODEL, 0, "too long", "lost_batch")
     lease = own(oplog)
     oplog.commit(lease, 0, Result(b"{}"))
-    for seq in range(1, SLICE + 20):
+    for seq in range(1, DOOMED + 20):
         assert oplog.entry(MODEL, seq).doomed == "too long"
         oplog.commit(lease, seq, Result(b"{}", failed=True), why="it was doomed")
 

@@ -137,6 +137,7 @@ class History:
 
     def drain(self) -> None:
         self.lifecycle.end_model(MODEL)
+        self.lifecycle.end_calls()
         for request_id in self.samples:
             self.oplog.finish_sample(request_id, OK)
         self.payloads.remove_garbage()
