@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
+from tests.budgets import flash
+
 
 @dataclass(frozen=True)
 class _Properties:
@@ -30,11 +32,20 @@ class _Module(_DummyBackendModule):
     def get_device_properties(self, device: torch.device) -> _Properties:
         return _Properties()
 
+    def get_device_capability(self, device: torch.device) -> tuple[int, int]:
+        return 9, 0
+
 
 _setup_privateuseone_for_python_backend("gpu", backend_module=_Module())
 DEVICE = torch.device("gpu", 0)
 _MEMORY_ALONE = ("aten.detach", "aten.empty", "aten.new_empty", "aten.alias", "aten._unsafe_view", "aten.lift_fresh")
 _WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.repeat_interleave.Tensor")
+
+
+_KERNELS = {
+    torch.ops.torch_attn._varlen_attn.default: flash.forward,
+    torch.ops.torch_attn._varlen_attn_backward.default: flash.backward,
+}
 
 
 class Counts:
@@ -96,7 +107,7 @@ def _computed(func: Any, args: Any, kwargs: Any, counts: Counts | None) -> Any:
     if counts is not None:
         _count(func, tensors, target, counts)
     inner_kwargs = {name: "cpu" if name == "device" else value for name, value in kwargs.items()}
-    found = func(*tree_map(_inner, args), **tree_map(_inner, inner_kwargs))
+    found = _KERNELS.get(func, func)(*tree_map(_inner, args), **tree_map(_inner, inner_kwargs))
     if target == "cpu":
         return found
     wrapped = tree_map(lambda one: DeviceTensor(one) if type(one) is Tensor else one, found)

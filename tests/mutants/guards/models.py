@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 _PACKING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_packing.py"
-_ENGINE = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_engine.py"
+_ATTENTION = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_attention.py"
 _SEQUENCE = "--confcutdir=tests/conformance tests/conformance/test_sequence_parallel.py"
 _IMAGES = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_images.py"
 _IMAGE_FILES = "--confcutdir=tests/unit/app/wire tests/unit/app/wire/test_images.py"
@@ -18,11 +18,11 @@ _PACKED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test
 MUTANTS = (
     # Long datums.
     Mutant(
-        "blockwise: queries of a long datum run in blocks",
-        "workers/backends/training/blockwise.py",
+        "attention: queries of a long datum run in blocks",
+        "workers/backends/training/attention.py",
         "    if length > _WHOLE_UP_TO:\n",
         "    if False:\n",
-        f"{_UNIT}/test_blockwise.py::test_no_tensor_of_a_long_datum_grows_with_the_square_of_its_length",
+        f"{_UNIT}/test_long_attention.py::test_no_tensor_of_a_long_datum_grows_with_the_square_of_its_length",
     ),
     Mutant(
         "memory: a pass that does not fit is computed again",
@@ -90,18 +90,18 @@ MUTANTS = (
         f"{_PACKING}::test_a_convolution_by_itself_starts_empty_at_each_datum_too",
     ),
     Mutant(
-        "engine: an attention sink takes its share",
-        "workers/backends/training/engine.py",
+        "attention: an attention sink takes its share",
+        "workers/backends/training/attention.py",
         "    if sinks is not None:",
         "    if False:",
-        f"{_ENGINE}::test_a_sink_takes_its_share_of_the_attention",
+        f"{_ATTENTION}::test_a_sink_takes_its_share_of_the_attention",
     ),
     Mutant(
-        "engine: no argument of an attention call is swallowed",
-        "workers/backends/training/engine.py",
+        "attention: no argument of an attention call is swallowed",
+        "workers/backends/training/attention.py",
         "    use_cache: bool = False,\n",
         "    use_cache: bool = False,\n    **_: Any,\n",
-        f"{_ENGINE}::test_an_argument_that_may_change_the_result_is_never_swallowed",
+        f"{_ATTENTION}::test_an_argument_that_may_change_the_result_is_never_swallowed",
     ),
     # Ranks that share a datum.
     Mutant(

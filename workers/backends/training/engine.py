@@ -1,9 +1,4 @@
-"""The engine that runs the base up to its hidden states, with attention over datums that lie end to end in one row: the
-shared part of plain torch and DeepSpeed.
-
-transformers calls it in place of its own attention (`NAME` is registered with it). `runs` reaches it as a keyword
-argument of the model's forward. transformers makes no mask for a name that it does not know.
-"""
+"""The engine that runs the base up to its hidden states: the shared part of plain torch and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,10 +14,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from app.settings import TrainerSettings
-from workers.backends.training import blockwise, packing, sequence_parallel
+from workers.backends.training import packing, sequence_parallel
+from workers.backends.training.attention import NAME, packed_attention
 from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
 from workers.backends.training.memory import Activations
-from workers.backends.training.packing import Run, runs_of
+from workers.backends.training.packing import runs_of
 from workers.backends.training.ranks import RankGroup
 from workers.backends.training.sequence_parallel import ALONE, SequenceGroup
 from workers.models import images, lora, quantized, routers
@@ -35,11 +31,6 @@ _HEAD = "lm_head"
 _BODY = "model"
 Owners = Sequence[tuple[Adapter | None, int]]
 """Consecutive datums that run under the same adapter: (adapter, number of datums)."""
-
-NAME = "tinsmith_packed"
-# In bf16 torch's CPU kernel takes 1.7 (512 tokens) to 6 times (64) as long as the plain formula, forward and backward.
-# Beyond this length the [tokens, tokens] scores that the formula keeps cost more.
-_PLAIN_UP_TO = 512
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,7 +128,7 @@ class HiddenStates(nn.Module):
         """Prepares `model`, a transformers PreTrainedModel. `agreed`: see Activations. `sequence`: ranks that share the
         tokens of every forward.
 
-        From here on, a known model computes attention with workers/backends/training/engine.py. Raises SetupError
+        From here on, a known model computes attention with workers/backends/training/attention.py. Raises SetupError
         when `trainer` wants activation checkpointing and the model has no layers made for it, or when the ranks cannot
         share its tokens.
         """
@@ -236,125 +227,3 @@ def _segments(owners: Owners, lengths: Sequence[int]) -> list[tuple[Adapter | No
     ends = torch.tensor([count for _, count in owners]).cumsum(0).tolist()
     starts = [0, *ends]
     return [(adapter, sum(lengths[start:end])) for (adapter, _), start, end in zip(owners, starts, ends, strict=False)]
-
-
-def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    runs: Sequence[Run],
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    indices: Tensor | None = None,
-    dropout: float = 0.0,
-    position_ids: Tensor | None = None,
-    use_cache: bool = False,
-) -> tuple[Tensor, None]:
-    """Maps query [B, heads, T, D], key [B, kv heads, T, D] and value [B, kv heads, T, E] to [B, T, heads, E].
-
-    The runs add up to T, in every row alike. `s_aux`, [heads]: a further score in each softmax, whose share goes to no
-    token (gpt-oss). `position_bias`, [B, heads, T, T]: is added to the scores of rows that are one datum (Inkling).
-    `indices`, [B, T, k]: the tokens that each may see at most, in rows that are one datum, where the mask is causal
-    (DeepSeek-V3.2). The last three arguments change nothing here: there is no dropout and no cache, and positions are
-    in query and key. Any other argument, or mask, may change the result: it is a TypeError.
-    """
-    if indices is not None:
-        chosen = torch.zeros(len(query), *query.shape[2:3] * 2, dtype=torch.bool, device=query.device)
-        mask = chosen.scatter_(-1, indices.long(), True).tril_()[:, None]
-        seen = nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
-        return seen.transpose(1, 2), None
-    if attention_mask is not None:
-        raise TypeError(f"{type(module).__name__} attends with a mask of its own, which knows nothing of packed datums")
-    if position_bias is not None:
-        assert list(runs) == [(1, query.shape[2])], "a bias between datums"
-        alone = _plain(query, key, value, scaling=scaling, window=sliding_window, bias=position_bias)
-        return alone.transpose(1, 2), None
-    cut = zip(*(_cut(tensor, runs) for tensor in (query, key, value)), strict=True)
-    parts = [_attend(q, k, v, scaling, sliding_window, softcap, s_aux).transpose(1, 2) for q, k, v in cut]
-    rows = [part.reshape(len(query), -1, *part.shape[2:]) for part in parts]
-    return rows[0] if len(rows) == 1 else torch.cat(rows, 1), None
-
-
-AttentionInterface.register(NAME, packed_attention)
-
-
-def _cut(tensor: Tensor, runs: Sequence[Run]) -> Iterator[Tensor]:
-    """Cuts [B, heads, T, D] into a tensor [B · datums, heads, length, D] for each run: a view where B is 1."""
-    parts = torch.split(tensor, [count * length for count, length in runs], dim=2)
-    for part, (count, length) in zip(parts, runs, strict=True):
-        yield part.view(*part.shape[:2], count, length, -1).transpose(1, 2).flatten(0, 1)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Returns attention [datums, heads, length, E]."""
-    length = q.shape[2]
-    window = window if window is not None and window < length else None
-    fast_plain = q.device.type == "cpu" and q.dtype is torch.bfloat16 and length <= _PLAIN_UP_TO
-    attention: blockwise.Attend = partial(_fused, scaling=scaling, window=window)
-    if softcap is not None or sinks is not None or fast_plain:
-        attention = partial(_plain, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
-    if (softcap is None and sinks is None and window is None) or length <= blockwise.KEPT_UP_TO:
-        return attention(q, k, v)
-    return blockwise.attend(attention, q, k, v, window)
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, window: int | None) -> Tensor:
-    mask = None if window is None else _visible(q.shape[2], k.shape[2], window, q.device)
-    return nn.functional.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-    )
-
-
-def _plain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scaling: float,
-    window: int | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Computes softmax(q kᵀ · scaling + bias) v, with the query heads of one key head as further rows of a product."""
-    count, heads, length, width = q.shape
-    kv_heads, columns = k.shape[1:3]
-    rows = q.reshape(count * kv_heads, heads // kv_heads * length, width)
-    keys, values = (tensor.reshape(count * kv_heads, columns, -1) for tensor in (k, v))
-    hidden = torch.zeros(length, columns, dtype=q.dtype, device=q.device)
-    hidden.masked_fill_(~_visible(length, columns, window, q.device), float("-inf"))
-    added = hidden.repeat(heads // kv_heads, 1) if bias is None else (bias + hidden).view(len(rows), -1, columns)
-    if softcap is None:
-        scores = torch.baddbmm(added, rows, keys.transpose(1, 2), alpha=scaling)
-    else:
-        scores = torch.tanh(torch.bmm(rows, keys.transpose(1, 2)) * (scaling / softcap)) * softcap + added
-    if sinks is not None:
-        further = sinks.view(kv_heads, -1, 1).repeat(count, 1, length).view(*scores.shape[:2], 1)
-        shares = torch.softmax(torch.cat([scores, further], -1), -1)[..., :-1]
-    else:
-        shares = torch.softmax(scores, -1)
-    return torch.bmm(shares, values).view(count, heads, length, -1)
-
-
-def _visible(rows: int, columns: int, window: int | None, device: torch.device) -> Tensor:
-    """Returns bool [rows, columns]: True where a row's token sees a column's, itself or one of the window - 1 before.
-
-    The last row is the token of the last column.
-    """
-    own = columns - rows
-    seen = torch.ones(rows, columns, dtype=torch.bool, device=device).tril_(own)
-    return seen if window is None else seen.triu_(own + 1 - window)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.backends.training import blockwise
-from workers.backends.training.engine import _fused, _plain, packed_attention, runs_of
+from workers.backends.training import attention
+from workers.backends.training.attention import _fused, _plain, packed_attention
+from workers.backends.training.packing import runs_of
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 SCALING = 0.3
@@ -45,8 +46,8 @@ def packed(lengths: list[int], window: int | None, softcap: float | None) -> Cal
 def test_blocks_of_queries_equal_the_whole_formula(
     monkeypatch: pytest.MonkeyPatch, window: int | None, softcap: float | None
 ) -> None:
-    for name, value in {"KEPT_UP_TO": 4, "_WHOLE_UP_TO": 20, "_LEAST_ROWS": 2, "_MOST_ROWS": 7}.items():
-        monkeypatch.setattr(blockwise, name, value)
+    for name, value in {"_KEPT_UP_TO": 4, "_WHOLE_UP_TO": 20, "_LEAST_ROWS": 2, "_MOST_ROWS": 7}.items():
+        monkeypatch.setattr(attention, name, value)
     leaves = tensors(40)
     found = trained(packed([40], window, softcap), leaves)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -71,7 +72,7 @@ def test_no_tensor_of_a_long_datum_grows_with_the_square_of_its_length(
 ) -> None:
     with Largest() as largest:
         trained(packed([5000], window, softcap), tensors(5000))
-    assert largest.elements <= blockwise._MOST_ROWS * HEADS * 5000 / 2
+    assert largest.elements <= attention._MOST_ROWS * HEADS * 5000 / 2
 
 
 class Largest(TorchDispatchMode):

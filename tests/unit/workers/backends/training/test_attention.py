@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from workers.backends.training.engine import packed_attention
+from workers.backends.training.attention import packed_attention
 from workers.backends.training.packing import runs_of
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 16
