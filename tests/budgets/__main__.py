@@ -7,11 +7,15 @@ a model with two layers and one with one.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
+
+from app.domain.ops import Batch, ForwardBackward, Ragged
 from app.settings import BaseModelSettings, TrainerSettings
 from ops.bench import batches
 from ops.bench.bare_trainer import BareTrainer
@@ -25,35 +29,41 @@ _VOCABULARY = 320
 
 @dataclass(frozen=True)
 class Case:
-    """A pass of `tenants` with `datums` of `length` tokens each; `uneven`: each tenant's are longer than the one's
-    before."""
+    """A pass of datums of these `lengths`, which the tenants share equally."""
 
     tenants: int
-    datums: int
-    length: int
-    uneven: bool = False
+    lengths: Sequence[int]
 
     def counts(self, folder: Path, layers: int) -> Counts:
         backends.rank_device = lambda settings: DEVICE
         trainer = BareTrainer(_settings(folder, layers), self.tenants, rank=8)
-        ops = {
-            f"m{tenant}": batches.operation(
-                batches.random_tokens(self.datums, self.length + 3 * tenant * self.uneven, _VOCABULARY)
-            )
-            for tenant in range(self.tenants)
-        }
+        ops = {f"m{tenant}": _operation(self.lengths[tenant :: self.tenants]) for tenant in range(self.tenants)}
         trainer.apply(ops)
         with counted() as counts:
             trainer.apply(ops)
         return counts
 
 
+_EVEN, _UNEVEN = [32] * 16, [32 + 3 * datum for datum in range(16)]
 CASES = {
-    "1 tenant": Case(1, 16, 32),
-    "1 tenant, 8 times the tokens": Case(1, 16, 256),
-    "16 tenants": Case(16, 1, 32),
-    "16 uneven tenants": Case(16, 1, 32, uneven=True),
+    "1 tenant": Case(1, _EVEN),
+    "1 tenant, 8 times the tokens": Case(1, [8 * length for length in _EVEN]),
+    "1 tenant, uneven datums": Case(1, _UNEVEN),
+    "16 tenants": Case(16, _EVEN),
+    "16 uneven tenants": Case(16, _UNEVEN),
 }
+
+
+def _operation(lengths: Sequence[int]) -> ForwardBackward:
+    """The Op of datums of these lengths."""
+    parts = [batches.operation(batches.random_tokens(1, length, _VOCABULARY)).batch for length in lengths]
+    inputs = {
+        name: Ragged.of([one for part in parts for one in part.inputs[name]], column.values.dtype)
+        for name, column in parts[0].inputs.items()
+    }
+    return ForwardBackward(
+        Batch(Ragged.of([one for part in parts for one in part.tokens], np.int32), inputs), batches.LOSS
+    )
 
 
 def _settings(folder: Path, layers: int) -> BaseModelSettings:

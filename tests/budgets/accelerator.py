@@ -2,6 +2,10 @@
 
 torch's PrivateUse1 device is made known as "gpu", once and for the whole process. An operation on tensors of two
 devices is an error, as on a GPU.
+
+Operations of CUDA are counted as there: a grouped product is two kernels, the first of which finds the groups'
+addresses, and a foreach operation one for up to 64 tensors of the same strides. Attention is counted too high: it runs
+as torch's formula in single operations, and is one kernel on CUDA.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -40,6 +45,7 @@ _setup_privateuseone_for_python_backend("gpu", backend_module=_Module())
 DEVICE = torch.device("gpu", 0)
 _MEMORY_ALONE = ("aten.detach", "aten.empty", "aten.new_empty", "aten.alias", "aten._unsafe_view", "aten.lift_fresh")
 _WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.repeat_interleave.Tensor")
+_FOREACH = 64
 
 
 _KERNELS = {
@@ -81,6 +87,9 @@ class DeviceTensor(torch.Tensor):
         return _computed(func, args, kwargs or {}, None)
 
 
+_foreach_utils._foreach_supported_types.append(DeviceTensor)  # type: ignore[arg-type]
+
+
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, counts: Counts) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -105,7 +114,7 @@ def _computed(func: Any, args: Any, kwargs: Any, counts: Counts | None) -> Any:
         return func(*args, **kwargs)
     _check_devices(func, tensors)
     if counts is not None:
-        _count(func, tensors, target, counts)
+        _count(func, args, tensors, target, counts)
     inner_kwargs = {name: "cpu" if name == "device" else value for name, value in kwargs.items()}
     found = _KERNELS.get(func, func)(*tree_map(_inner, args), **tree_map(_inner, inner_kwargs))
     if target == "cpu":
@@ -125,7 +134,7 @@ def _check_devices(func: Any, tensors: list[Tensor]) -> None:
         raise RuntimeError(f"{func} got tensors of two devices: one of the CPU is {tuple(foreign[0].shape)}")
 
 
-def _count(func: Any, tensors: list[Tensor], target: str | None, counts: Counts) -> None:
+def _count(func: Any, args: Any, tensors: list[Tensor], target: str | None, counts: Counts) -> None:
     name = str(func)
     masks = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
     if name.startswith(_WAITS) or target == "cpu" or (masks and any(t.dtype is torch.bool for t in tensors[1:])):
@@ -133,4 +142,16 @@ def _count(func: Any, tensors: list[Tensor], target: str | None, counts: Counts)
     returns = func._schema.returns
     is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
     if not is_view and not name.startswith(_MEMORY_ALONE):
-        counts.kernels[name] += 1
+        counts.kernels[name] += _launches(name, args)
+
+
+def _launches(name: str, args: Any) -> int:
+    if name.startswith("aten._grouped_mm"):
+        return 2
+    if not name.startswith("aten._foreach"):
+        return 1
+    lists = [arg for arg in args if isinstance(arg, list | tuple) and isinstance(arg[0], Tensor)]
+    alike = all(
+        len({one.stride() for one in ones}) == 1 and ones[0].is_contiguous() for ones in zip(*lists, strict=True)
+    )
+    return -(-len(lists[0]) // _FOREACH) if alike else len(lists[0])

@@ -7,11 +7,11 @@ masters and cast to the activation's dtype in compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice
 from math import sqrt
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from app.domain.adapters import KEY_PREFIX, Shape
 from app.domain.ops import LoraSpec
 from app.errors import UserOpError
-from workers.models import coverage, experts
+from workers.models import coverage, experts, grouped
 
 SCORE = "score"
 """The name that transformers gives to the head of a sequence classifier. PEFT keeps this head beside the adapter, under
@@ -82,7 +82,51 @@ class Adapter:
 
 
 Segments = Sequence[tuple[Adapter | None, int]]
-_segments: ContextVar[Segments] = ContextVar("lora_segments", default=())
+
+
+class StackedSegments(tuple[tuple[Adapter | None, int], ...]):
+    """Segments with the stacks of their adapters for grouped products, made at their first use and then kept.
+
+    So a pass stacks the adapters once, and layers that are computed again share the stacks. The adapters' weights must
+    not change as long as the segments are used.
+    """
+
+    def __init__(self, segments: Iterable[tuple[Adapter | None, int]] = ()) -> None:
+        self._stacks: dict[torch.dtype, Mapping[str, grouped.Stack]] = {}
+        self._ends: dict[int, Tensor] = {}
+
+    def stack(self, path: str, like: Tensor) -> grouped.Stack | None:
+        """Returns the stack of a linear, of the dtype and on the device of `like`; None if no adapter is on it."""
+        if like.dtype not in self._stacks:
+            self._stacks[like.dtype] = grouped.stacked(self._pairs(), [_scaling(one) for one, _ in self], like)
+        return self._stacks[like.dtype].get(path)
+
+    def ends(self, x: Tensor) -> Tensor | None:
+        """Returns where the segments end in x [tokens, features], int32 on its device; None for one segment."""
+        if len(self) == 1:
+            return None
+        if len(x) not in self._ends:
+            unit = len(x) // sum(count for _, count in self)
+            counts = [unit * count for _, count in self]
+            self._ends[len(x)] = torch.tensor([*accumulate(counts)], dtype=torch.int32).to(x.device)
+        return self._ends[len(x)]
+
+    def _pairs(self) -> dict[str, grouped.Pairs]:
+        adapters = [adapter for adapter, _ in self]
+        paths = dict.fromkeys(path for one in adapters if one is not None for path in one.pairs)
+        return {path: [_tensors(one, path) for one in adapters] for path in paths if not experts.is_pair(path)}
+
+
+def _scaling(adapter: Adapter | None) -> float:
+    return 0.0 if adapter is None else adapter.scaling
+
+
+def _tensors(adapter: Adapter | None, path: str) -> tuple[Tensor, Tensor] | None:
+    pair = None if adapter is None else adapter.pairs.get(path)
+    return None if pair is None else (pair.a, pair.b)
+
+
+_segments: ContextVar[StackedSegments] = ContextVar("lora_segments", default=StackedSegments())  # noqa: B039
 
 
 @contextmanager
@@ -91,7 +135,7 @@ def use(segments: Segments) -> Iterator[None]:
 
     Shares are counted in tokens, or in rows of equally many tokens; None is the base alone.
     """
-    token = _segments.set(tuple(segments))
+    token = _segments.set(segments if isinstance(segments, StackedSegments) else StackedSegments(segments))
     try:
         yield
     finally:
@@ -124,13 +168,18 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.base(x)
         flat = x.reshape(-1, x.shape[-1])
+        rows = out.reshape(-1, out.shape[-1])
+        if grouped.suits(flat, rows):
+            segments = _segments.get()
+            stack = segments.stack(self.path, flat)
+            return out if stack is None else grouped.added(flat, rows, stack, segments.ends(flat)).view(out.shape)
         runs = list(_runs(_segments.get(), self.path, len(flat)))
         tensors = [tensor for run in runs for pair in run.pairs for tensor in (pair.a, pair.b)]
         if not tensors:
             return out
         if torch.is_inference_mode_enabled():
-            return _add_in_place(flat, out.view(len(flat), -1), runs).view(out.shape)
-        added: Tensor = _AddProducts.apply(flat, out.reshape(len(flat), -1), runs, *tensors)  # type: ignore[no-untyped-call]
+            return _add_in_place(flat, rows, runs).view(out.shape)
+        added: Tensor = _AddProducts.apply(flat, rows, runs, *tensors)  # type: ignore[no-untyped-call]
         return added.view(out.shape)
 
 

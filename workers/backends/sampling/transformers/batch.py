@@ -41,7 +41,7 @@ class RunningBatch:
         self._starts: Tensor
         self._shifts: Tensor
         self._token_sampler: TokenSampler
-        self._segments: lora.Segments
+        self._segments: lora.StackedSegments
 
     @property
     def live(self) -> list[Row]:
@@ -127,7 +127,7 @@ class RunningBatch:
         self._starts = torch.tensor([self._width - row.cached for row in self._rows], device=self._device)
         self._shifts = torch.tensor([row.job.shift for row in self._rows], device=self._device)
         self._token_sampler = TokenSampler([row.job.request for row in self._rows], self._device)
-        self._segments = segments([row.job for row in self._rows])
+        self._segments = lora.StackedSegments(segments([row.job for row in self._rows]))
 
 
 def push(rows: Sequence[Row], token_sampler: TokenSampler, logits: Tensor) -> None:

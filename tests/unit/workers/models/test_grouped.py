@@ -1,0 +1,181 @@
+"""Grouped products of adapters on a CPU, beside the runs that a CPU uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from app.domain.ops import LoraSpec
+from workers.backends.training.memory import _recomputed
+from workers.models import grouped, lora
+from workers.models.lora import Adapter
+
+Segments = Sequence[tuple[Adapter | None, int]]
+
+
+class Layer(nn.Module):
+    """Linears of attention and of an MLP, as wide as grouped products need them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(16, 24, bias=False)
+        self.up_proj = nn.Linear(24, 40)
+        self.down_proj = nn.Linear(40, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.up_proj(self.q_proj(x)).tanh())
+        return x + out
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    model = Layer().requires_grad_(False)
+    lora.wrap(model)
+    return model
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes linears use grouped products from now on."""
+
+    def start() -> None:
+        monkeypatch.setattr(grouped, "has_kernels", lambda device, dtype: True)
+
+    return start
+
+
+def adapter(model: nn.Module, rank: int, alpha: float = 32.0, *, train_mlp: bool = True) -> Adapter:
+    made = lora.new_adapter(model, LoraSpec(rank=rank, seed=rank, alpha=alpha, train_mlp=train_mlp))
+    for pair in made.pairs.values():
+        nn.init.normal_(pair.b, std=0.1)
+    return made
+
+
+CASES: dict[str, Callable[[nn.Module], Segments]] = {
+    "uneven": lambda model: [(adapter(model, 8), 3), (adapter(model, 8), 5), (adapter(model, 8), 1)],
+    "alone": lambda model: [(adapter(model, 5), 9)],
+    "ranks and scalings": lambda model: [(adapter(model, 3, 12.0), 4), (adapter(model, 9), 2), (adapter(model, 5), 3)],
+    "rows without an adapter": lambda model: [(None, 2), (adapter(model, 8), 3), (None, 1), (adapter(model, 4), 3)],
+    "none for the last": lambda model: [(adapter(model, 8), 3), (adapter(model, 8), 4), (None, 2)],
+    "no MLP": lambda model: [(adapter(model, 8, train_mlp=False), 2), (adapter(model, 8), 7)],
+    "no MLP at all": lambda model: [(adapter(model, 8, train_mlp=False), 2), (None, 7)],
+    "two shares of one": lambda model: [(one := adapter(model, 8), 2), (adapter(model, 8), 6), (one, 1)],
+    "the base alone": lambda model: [(None, 9)],
+}
+
+
+def learnt(
+    model: nn.Module, segments: Segments, layer: Callable[[Tensor], Tensor] | None = None, *, rows: int = 1
+) -> list[Tensor]:
+    """The output, and the gradients of x and of every parameter, for x of `rows` tokens a share."""
+    x = torch.randn(9, rows, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with lora.use(segments):
+        out = (layer or model)(x)
+    out.square().sum().backward()
+    parameters = [p for one in dict.fromkeys(one for one, _ in segments) if one for p in one.tensors().values()]
+    found = [out.detach(), *(tensor.grad for tensor in [x, *parameters] if tensor.grad is not None)]
+    assert len(found) == 2 + len(parameters)
+    for parameter in parameters:
+        parameter.grad = None
+    return found
+
+
+def assert_same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape
+        assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_grouped_products_learn_the_same_as_runs(
+    case: str, rows: int, model: nn.Module, group: Callable[[], None]
+) -> None:
+    segments = CASES[case](model)
+    wanted = learnt(model, segments, rows=rows)
+    group()
+    assert_same(learnt(model, segments, rows=rows), wanted)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_grouped_products_infer_the_same_as_runs(case: str, model: nn.Module, group: Callable[[], None]) -> None:
+    segments, x = CASES[case](model), torch.randn(9, 2, 16)
+    with lora.use(segments), torch.inference_mode():
+        wanted = model(x)
+        group()
+        assert_same([model(x)], [wanted])
+
+
+@pytest.fixture
+def stacked(monkeypatch: pytest.MonkeyPatch, group: Callable[[], None]) -> list[int]:
+    """Uses grouped products, and gets the number of linears whenever stacks are made."""
+    made: list[int] = []
+    real = grouped.stacked
+
+    def noted(
+        linears: Mapping[str, grouped.Pairs], scalings: Sequence[float], like: Tensor
+    ) -> dict[str, grouped.Stack]:
+        made.append(len(linears))
+        return real(linears, scalings, like)
+
+    monkeypatch.setattr(grouped, "stacked", noted)
+    group()
+    return made
+
+
+def test_a_pass_stacks_its_adapters_once_though_layers_run_again(model: nn.Module, stacked: list[int]) -> None:
+    segments = CASES["uneven"](model)
+    wanted = learnt(model, segments)
+    stacked.clear()
+    assert_same(learnt(model, segments, lambda x: _recomputed(model, x)), wanted)
+    assert stacked == [3]
+
+
+def test_steps_with_the_same_segments_share_their_stacks(model: nn.Module, stacked: list[int]) -> None:
+    segments = lora.StackedSegments(CASES["uneven"](model))
+    for _ in range(2):
+        with lora.use(segments), torch.inference_mode():
+            model(torch.ones(9, 16))
+    assert stacked == [3]
+
+
+def test_the_next_pass_sees_changed_weights(model: nn.Module, group: Callable[[], None]) -> None:
+    segments = CASES["uneven"](model)
+    before = learnt(model, segments)
+    for one, _ in segments:
+        assert one is not None
+        one.pairs["q_proj"].b.data.mul_(2)
+    wanted = learnt(model, segments)
+    for one, _ in segments:
+        assert one is not None
+        one.pairs["q_proj"].b.data.div_(2)
+    group()
+    assert_same(learnt(model, segments), before)
+    for one, _ in segments:
+        assert one is not None
+        one.pairs["q_proj"].b.data.mul_(2)
+    assert_same(learnt(model, segments), wanted)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_an_input_may_lie_in_columns(inference: bool, model: nn.Module, group: Callable[[], None]) -> None:
+    x = torch.randn(16, 9).t()
+    group()
+    with lora.use(CASES["uneven"](model)), torch.inference_mode(inference):
+        assert_same([model(x)], [model(x.contiguous())])
+
+
+def test_widths_without_a_kernel_run_one_by_one(model: nn.Module, group: Callable[[], None]) -> None:
+    """Rows of 6 numbers are no multiple of 16 bytes, which the grouped products refuse."""
+    group()
+    assert not grouped.suits(torch.ones(2, 6), torch.ones(2, 8))
+    assert not grouped.suits(torch.ones(2, 8), torch.ones(2, 6))
+    assert grouped.suits(torch.ones(2, 8), torch.ones(2, 8))
+
+
+def test_a_cpu_has_no_kernel_for_grouped_products() -> None:
+    assert not grouped.has_kernels(torch.device("cpu"), torch.bfloat16)

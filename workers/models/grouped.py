@@ -1,0 +1,138 @@
+"""The products of all adapters of a pass on one linear as two grouped products, however many tokens each of them has.
+
+For GPUs, where each kernel is a launch: one by one, the adapters of 16 tenants are hundreds of kernels a layer. A CPU
+computes them in runs of equal ones (workers/models/lora.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Pairs = Sequence[tuple[Tensor, Tensor] | None]
+"""A [rank, in] and B [out, rank], fp32, of each segment; None where it has no adapter on the linear."""
+
+# Rows of grouped products are multiples of 16 bytes: 8 numbers of bf16.
+_ALIGNMENT = 8
+
+
+def suits(x: Tensor, out: Tensor) -> bool:
+    """True if torch has kernels for the grouped products between x [T, in] and out [T, out]."""
+    return has_kernels(x.device, x.dtype) and x.shape[1] % _ALIGNMENT == out.shape[1] % _ALIGNMENT == 0
+
+
+@cache
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """True on GPUs of compute capability 9 and 10, in bf16. Elsewhere torch computes group after group, and the host
+    waits for their ends at each product."""
+    if device.type == "cpu" or dtype is not torch.bfloat16:
+        return False
+    return torch.get_device_module(device).get_device_capability(device)[0] in (9, 10)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stack:
+    """The pairs of one linear: `a` [segments, rank, in], times `scalings` fp32 [segments, 1, 1], and `b` [segments,
+    out, rank], in the base's dtype. The rank is the greatest, rounded up; zeros stand for what a segment lacks."""
+
+    pairs: Pairs
+    a: Tensor
+    b: Tensor
+    scalings: Tensor
+
+    def parameters(self) -> list[Tensor]:
+        """The pairs' tensors: A, B, A, B, ..."""
+        return [tensor for pair in self.pairs if pair is not None for tensor in pair]
+
+    def parts(self, a: Tensor, b: Tensor) -> list[Tensor]:
+        """Cuts tensors shaped as `self.a` and `self.b` into parts shaped as `parameters`."""
+        return [
+            part
+            for one_a, one_b, pair in zip(a, b, self.pairs, strict=True)
+            if pair is not None
+            for part in (one_a[: len(pair[0])], one_b[:, : len(pair[0])])
+        ]
+
+
+@torch.no_grad()
+def stacked(linears: Mapping[str, Pairs], scalings: Sequence[float], like: Tensor) -> dict[str, Stack]:
+    """Copies the pairs of every linear into stacks of the dtype and on the device of `like`.
+
+    All linears together take a few kernels; B's of unequal ranks take one each.
+    """
+    if not linears:
+        return {}
+    shapes = [shape for pairs in linears.values() for shape in _shapes(pairs)]
+    sizes = [prod(shape) for shape in shapes]
+    parts = torch.split(like.new_zeros(sum(sizes)), sizes)
+    views = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+    factors = torch.tensor(scalings).to(like.device)[:, None, None]
+    found = {path: Stack(pairs, next(views), next(views), factors) for path, pairs in linears.items()}
+    copies = [part for stack in found.values() for part in stack.parts(stack.a, stack.b)]
+    masters = [tensor for stack in found.values() for tensor in stack.parameters()]
+    of_each = [
+        scaling for pairs in linears.values() for pair, scaling in zip(pairs, scalings, strict=True) if pair is not None
+    ]
+    for kind in (slice(0, None, 2), slice(1, None, 2)):  # one unlike pair of strides makes a call copy one by one
+        torch._foreach_copy_(copies[kind], masters[kind])
+    torch._foreach_mul_(copies[::2], of_each)
+    return found
+
+
+def _shapes(pairs: Pairs) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """The shapes of a Stack's a and b."""
+    real = [pair for pair in pairs if pair is not None]
+    rank = max(len(a) for a, _ in real)
+    rank += -rank % _ALIGNMENT
+    a, b = real[0]
+    return (len(pairs), rank, a.shape[1]), (len(pairs), len(b), rank)
+
+
+def added(x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None) -> Tensor:
+    """Returns out [T, out] plus each segment's scaling · x Aᵀ Bᵀ, for x [T, in]; in inference mode within `out`.
+
+    `ends`, int32 [segments] on the device: where the segments' rows end; None for one segment.
+    """
+    x = x.contiguous()  # columns in the place of rows would have to start at multiples of 16 bytes
+    if torch.is_inference_mode_enabled():
+        return out.add_(_product(_product(x, stack.a.mT, ends), stack.b.mT, ends))
+    found: Tensor = _AddProducts.apply(x, out, stack, ends, *stack.parameters())  # type: ignore[no-untyped-call]
+    return found
+
+
+def _product(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
+    """Multiplies each segment's rows [T, n] by its own [n, m] of [segments, n, m]; or its columns [n, T] by its rows
+    [T, m], which gives [segments, n, m]."""
+    if ends is not None:
+        return nn.functional.grouped_mm(left, right, offs=ends)
+    return left @ right[0] if right.dim() == 3 else (left @ right)[None]
+
+
+class _AddProducts(torch.autograd.Function):
+    """`added`, with a backward pass written by hand: the gradients of all segments come from one product, and each
+    parameter's is a part of that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None, *parameters: Tensor) -> Tensor:
+        """Computes the output. Autograd must see `parameters`, those of the stack."""
+        low = _product(x, stack.a.mT, ends)
+        ctx.stack, ctx.ends = stack, ends
+        ctx.save_for_backward(x, low)
+        return out + _product(low, stack.b.mT, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        gradient = grads[0].contiguous()
+        x, low = ctx.saved_tensors
+        stack, ends = ctx.stack, ctx.ends
+        low_gradient = _product(gradient, stack.b, ends)
+        of_x = _product(low_gradient, stack.a, ends)
+        of_a = _product(low_gradient.mT, x, ends) * stack.scalings
+        of_b = _product(gradient.mT, low, ends).float()
+        return of_x, gradient, None, None, *stack.parts(of_a, of_b)
