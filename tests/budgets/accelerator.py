@@ -55,7 +55,7 @@ _KERNELS = {
 
 
 class Counts:
-    """`kernels` and `waits` (reads by the host, which wait for the device) by operation."""
+    """`kernels`, and `waits` of the host for the device, by operation."""
 
     def __init__(self) -> None:
         self.kernels: Counter[str] = Counter()
@@ -114,7 +114,7 @@ def _computed(func: Any, args: Any, kwargs: Any, counts: Counts | None) -> Any:
         return func(*args, **kwargs)
     _check_devices(func, tensors)
     if counts is not None:
-        _count(func, args, tensors, target, counts)
+        _count(func, args, kwargs, counts)
     inner_kwargs = {name: "cpu" if name == "device" else value for name, value in kwargs.items()}
     found = _KERNELS.get(func, func)(*tree_map(_inner, args), **tree_map(_inner, inner_kwargs))
     if target == "cpu":
@@ -134,15 +134,25 @@ def _check_devices(func: Any, tensors: list[Tensor]) -> None:
         raise RuntimeError(f"{func} got tensors of two devices: one of the CPU is {tuple(foreign[0].shape)}")
 
 
-def _count(func: Any, args: Any, tensors: list[Tensor], target: str | None, counts: Counts) -> None:
+def _count(func: Any, args: Any, kwargs: Any, counts: Counts) -> None:
     name = str(func)
-    masks = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
-    if name.startswith(_WAITS) or target == "cpu" or (masks and any(t.dtype is torch.bool for t in tensors[1:])):
+    if name.startswith(_WAITS) or _waits(func, args, kwargs):
         counts.waits[name] += 1
     returns = func._schema.returns
     is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
     if not is_view and not name.startswith(_MEMORY_ALONE):
         counts.kernels[name] += _launches(name, args)
+
+
+def _waits(func: Any, args: Any, kwargs: Any) -> bool:
+    """True for a copy from or to the host, unless it is a non-blocking one, and for a mask."""
+    if func is torch.ops.aten._to_copy.default:
+        moves = isinstance(args[0], DeviceTensor) == (kwargs.get("device") == torch.device("cpu"))
+        return moves and not kwargs.get("non_blocking")
+    if func is torch.ops.aten.copy_.default:
+        return not isinstance(args[1], DeviceTensor)
+    masks = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
+    return masks and any(isinstance(one, Tensor) and one.dtype is torch.bool for one in args[1])
 
 
 def _launches(name: str, args: Any) -> int:

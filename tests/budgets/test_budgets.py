@@ -25,7 +25,8 @@ def test_more_tokens_need_no_more_kernels(counts: Counts) -> None:
 
 
 def test_the_host_waits_once_a_micro_batch_and_twice_an_op(counts: Counts) -> None:
-    """For the rows without a gradient, and for an Op's results and its gradient's norm."""
+    """For the rows without a gradient, and for an Op's results and its gradient's norm; never for a copy to the
+    device."""
     assert counts["1 tenant"]["waits"] == 3
     for case in ("16 tenants", "16 uneven tenants"):
         assert counts[case]["waits"] == 1 + 2 * 16

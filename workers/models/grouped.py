@@ -72,7 +72,7 @@ def stacked(linears: Mapping[str, Pairs], scalings: Sequence[float], like: Tenso
     sizes = [prod(shape) for shape in shapes]
     parts = torch.split(like.new_zeros(sum(sizes)), sizes)
     views = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
-    factors = torch.tensor(scalings).to(like.device)[:, None, None]
+    factors = torch.tensor(scalings).to(like.device, non_blocking=True)[:, None, None]
     found = {path: Stack(pairs, next(views), next(views), factors) for path, pairs in linears.items()}
     copies = [part for stack in found.values() for part in stack.parts(stack.a, stack.b)]
     masters = [tensor for stack in found.values() for tensor in stack.parameters()]

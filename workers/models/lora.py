@@ -108,7 +108,7 @@ class StackedSegments(tuple[tuple[Adapter | None, int], ...]):
         if len(x) not in self._ends:
             unit = len(x) // sum(count for _, count in self)
             counts = [unit * count for _, count in self]
-            self._ends[len(x)] = torch.tensor([*accumulate(counts)], dtype=torch.int32).to(x.device)
+            self._ends[len(x)] = torch.tensor([*accumulate(counts)], dtype=torch.int32).to(x.device, non_blocking=True)
         return self._ends[len(x)]
 
     def _pairs(self) -> dict[str, grouped.Pairs]:

@@ -19,7 +19,7 @@ from workers.backends.training.attention import NAME, packed_attention
 from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
 from workers.backends.training.memory import Activations
 from workers.backends.training.packing import runs_of
-from workers.backends.training.ranks import RankGroup
+from workers.backends.training.ranks import RankGroup, moved
 from workers.backends.training.sequence_parallel import ALONE, SequenceGroup
 from workers.models import images, lora, quantized, routers
 from workers.models.base_model import LoadedBase
@@ -208,7 +208,7 @@ class HiddenStates(nn.Module):
     def _padded(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool) -> Tensor:
         longest = max(lengths)
         real = torch.arange(longest) < torch.tensor(lengths)[:, None]
-        real = real.to(tokens.device)
+        real = moved(real, tokens.device)
         rows = torch.zeros(real.shape, dtype=tokens.dtype, device=tokens.device).masked_scatter_(real, tokens)
         with lora.use(_segments(owners, [longest] * len(lengths))):
             if hidden:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workers.backends.training.ranks import moved
 from workers.models.lora import Adapter
 
 Segments = Sequence[tuple[Adapter | None, int]]
@@ -96,7 +97,7 @@ class Scored:
     def only(self, chosen: Tensor) -> Scored:
         """Returns the rows that bool [T] `chosen`, on the CPU, marks."""
         ends = [0, *chosen.cumsum(0).tolist()]
-        chosen = chosen.nonzero()[:, 0].to(self.hidden.device)
+        chosen = moved(chosen.nonzero()[:, 0], self.hidden.device)
         parts = []
         for part in self.parts:
             rows = slice(ends[part.rows.start], ends[part.rows.stop])

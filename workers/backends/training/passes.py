@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from workers.backends.training.batch_ops import Column, Job, MicroBatch, Share, asks_entropy, cut
 from workers.backends.training.engine import Engine
 from workers.backends.training.lm_head import LmHead, Scored, Segments, chunk_sizes
+from workers.backends.training.ranks import moved
 from workers.models import lora
 from workers.models.images import Picture
 from workers.models.lora import Adapter
@@ -78,7 +79,7 @@ class PolicyOutputs:
             if count > _WORTH_PICKING * len(wanted):
                 found[rows] = self._head.backward(self._scored(i), seed[rows])
             elif count:
-                chosen = wanted.nonzero()[:, 0].to(seed.device)
+                chosen = moved(wanted.nonzero()[:, 0], seed.device)
                 found[rows][chosen] = self._head.backward(self._scored(i).only(wanted), seed[rows][chosen])
         return found
 
@@ -294,7 +295,7 @@ class Pass:
         return self._moved(np.flatnonzero(np.arange(max(share.lengths)) < np.array(share.lengths)[:, None]))
 
     def _moved(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return moved(torch.from_numpy(array), self._device)
 
     def _keep_in_step(self) -> None:
         """Runs a pass over one token and drops the result, so that this rank joins the others' collectives."""

@@ -300,6 +300,12 @@ class Shards:
             yield owner, bundle
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor of the CPU to `device`, for which the host does not wait: a GPU may be busy with a whole pass."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
 def copied(tensor: Tensor) -> Tensor:
     """Copies a tensor to the CPU, contiguous."""
     return tensor.to(torch.device("cpu"), copy=True, memory_format=torch.contiguous_format)
