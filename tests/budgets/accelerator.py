@@ -4,8 +4,7 @@ torch's PrivateUse1 device is made known as "gpu", once and for the whole proces
 devices is an error, as on a GPU.
 
 Operations of CUDA are counted as there: a grouped product is two kernels, the first of which finds the groups'
-addresses, and a foreach operation one for up to 64 tensors of the same strides. Attention is counted too high: it runs
-as torch's formula in single operations, and is one kernel on CUDA.
+addresses, and a foreach operation one for up to 64 tensors of the same strides.
 """
 
 from __future__ import annotations
