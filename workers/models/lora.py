@@ -126,6 +126,7 @@ def _tensors(adapter: Adapter | None, path: str) -> tuple[Tensor, Tensor] | None
     return None if pair is None else (pair.a, pair.b)
 
 
+# The default has no adapter, so sharing it shares nothing.
 _segments: ContextVar[StackedSegments] = ContextVar("lora_segments", default=StackedSegments())  # noqa: B039
 
 

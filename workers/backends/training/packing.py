@@ -1,6 +1,6 @@
 """Layers of transformers' models over datums that lie end to end in one row.
 
-Attention takes the datums' lengths as a keyword (workers/backends/training/engine.py), and most other layers work on
+Attention takes the datums' lengths as a keyword (workers/backends/training/attention.py), and most other layers work on
 each token alone. The rest would run on from a datum into the next: `prepare` changes the forward of these layers.
 
 - A layer with a state (a short convolution with Gated DeltaNet, Kimi delta attention or Mamba2 behind it) runs the
