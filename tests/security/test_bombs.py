@@ -26,7 +26,7 @@ from tests.peft_adapters import PEFT_CONFIG
 from tests.protobuf_bytes import field, with_tensor
 from tests.unit.app.conftest import SHAPES, batch
 
-MOST_MIB = 64
+MOST_MIB, LEFT_MIB = 64, 8
 _BODY = 16 * 2**20
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 PLAIN: Mapping[str, str] = {}
@@ -69,6 +69,10 @@ class Server:
         """Peak memory of the process, in MiB."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+    def used_mib(self) -> float:
+        """Memory of the process now, in MiB."""
+        return self.process.memory_info().rss / 2**20
 
 
 @pytest.fixture(scope="module")
@@ -160,14 +164,15 @@ def test_no_bomb_goes_off(server: Server) -> None:
     made = bombs(model)
     # The first batch loads code; only the bomb's own memory is measured.
     assert server.post("forward_backward", batch(model, 2).SerializeToString(), PROTOBUF)[0] == 200
-    before = server.peak_mib()
+    before, used = server.peak_mib(), server.used_mib()
     answers = {name: server.post(route, body, *rest) for name, (route, body, *rest) in made.items()}
     answers["chunks without end"] = server.post("asample", endless())
-    grown = server.peak_mib() - before
+    grown, left = server.peak_mib() - before, server.used_mib() - used
     assert {name: status for name, (status, _) in answers.items() if status not in (400, 413, 422)} == {}
     assert all(answer["detail"] for _, answer in answers.values())
     assert grown < MOST_MIB
-    print(f"\n{len(answers)} bombs, {grown:.1f} MiB more at the peak")
+    assert left < LEFT_MIB
+    print(f"\n{len(answers)} bombs, {grown:.1f} MiB more at the peak, {left:.1f} after them")
 
 
 def test_many_parts_in_few_bytes_are_refused_before_they_are_made(server: Server) -> None:
