@@ -180,8 +180,8 @@ class LoraLinear(nn.Module):
             return out
         if torch.is_inference_mode_enabled():
             return _add_in_place(flat, rows, runs).view(out.shape)
-        added: Tensor = _AddProducts.apply(flat, rows, runs, *tensors)  # type: ignore[no-untyped-call]
-        return added.view(out.shape)
+        own = out.clone() if out._is_view() else out  # autograd would copy the gradients of a view
+        return _AddProducts.apply(flat, own, runs, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,7 +211,7 @@ def _runs(segments: Segments, path: str, tokens: int) -> Iterator[_Run]:
 
 
 class _AddProducts(torch.autograd.Function):
-    """out + scaling · x Aᵀ Bᵀ, run by run of the rows.
+    """Adds scaling · x Aᵀ Bᵀ to the base's output, in place, run by run of the rows.
 
     The backward pass is written by hand: with autograd every adapter would add a handful of nodes and copies in each of
     hundreds of linears. The products are batched: eight adapters of 64 tokens one after another take twice as long.
@@ -219,24 +219,23 @@ class _AddProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, out: Tensor, runs: Sequence[_Run], *tensors: Tensor) -> Tensor:
-        """Computes the output. `tensors` are the runs' A, B, A, B, ..., which autograd must see."""
-        added = torch.empty_like(out)
+        """x [rows, in], out [..., out features]. `tensors` are the runs' A, B, A, B, ..., which autograd must see."""
+        rows = out.view(len(x), -1)
         saved = []
         for run in runs:
-            if not run.pairs:
-                added[run.rows] = out[run.rows]
-                continue
-            low, a, b = _lowered(x, run)
-            torch.baddbmm(_split(out, run), low, b.mT, out=_split(added, run))
-            saved += [low, a, b]
+            if run.pairs:
+                low, a, b = _lowered(x, run)
+                _split(rows, run).baddbmm_(low, b.mT)
+                saved += [low, a, b]
         ctx.runs = runs
         ctx.save_for_backward(x, *saved)
-        return added
+        ctx.mark_dirty(out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (gradient,) = grads
         x, *saved = ctx.saved_tensors
+        gradient = grads[0].reshape(len(x), -1)
         x_gradient = torch.empty_like(x)
         found: list[Tensor] = []
         left = iter(saved)
@@ -250,7 +249,7 @@ class _AddProducts(torch.autograd.Function):
             torch.bmm(low_gradient, a, out=_split(x_gradient, run))
             of_a, of_b = torch.bmm(low_gradient.mT, _split(x, run)), torch.bmm(share.mT, low)
             found += [tensor for pair in zip(of_a.float(), of_b.float(), strict=True) for tensor in pair]
-        return x_gradient, gradient, None, *found
+        return x_gradient, grads[0], None, *found
 
 
 def _add_in_place(x: Tensor, out: Tensor, runs: Sequence[_Run]) -> Tensor:
@@ -272,9 +271,12 @@ def _add_in_place(x: Tensor, out: Tensor, runs: Sequence[_Run]) -> Tensor:
 def _lowered(x: Tensor, run: _Run) -> tuple[Tensor, Tensor, Tensor]:
     """Computes scaling · x Aᵀ [pairs, rows of each, rank] of a run with pairs. Also returns their A [pairs, rank, in]
     and B [pairs, out, rank]; all are in x's dtype."""
-    a = torch.stack([pair.a for pair in run.pairs]).to(x.dtype)
-    b = torch.stack([pair.b for pair in run.pairs]).to(x.dtype)
+    a, b = (_stacked(weights).to(x.dtype) for weights in zip(*((pair.a, pair.b) for pair in run.pairs), strict=True))
     return torch.bmm(_split(x, run), a.mT).mul_(run.scaling), a, b
+
+
+def _stacked(weights: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(weights)) if len(weights) > 1 else weights[0][None]
 
 
 def _split(tensor: Tensor, run: _Run) -> Tensor:

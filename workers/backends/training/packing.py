@@ -93,10 +93,11 @@ def _run_datum_by_datum(layer: Any) -> None:
             own = {**others, "runs": [(1, length)]} if attends else others
             if _chooses_tokens(layer):
                 own |= _seen_by_an_indexer(others["position_embeddings"], rows, length)
+            part = hidden_states if count * length == hidden_states.shape[1] else hidden_states[:, rows]
             with lora.use(list(lora.within(segments, rows))):
-                out = forward(hidden_states[0, rows].view(count, length, -1), **own)
-            parts.append((out[0] if attends else out).flatten(0, 1))
-        joined = torch.cat(parts)[None]
+                out = forward(part.view(count, length, -1), **own)
+            parts.append((out[0] if attends else out).reshape(part.shape))
+        joined = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
         return (joined, None) if attends else joined
 
     layer.forward = packed
