@@ -34,7 +34,7 @@ def all_pins() -> dict[str, str]:
     return {name: version for file in PINNED for name, version in pins((ROOT / file).read_text()).items()}
 
 
-def _hashed(index: str, name: str, version: str) -> str:
+def hashed(index: str, name: str, version: str) -> str:
     """The requirement with its hashes. Raises SystemExit when the index does not have that version."""
     request = urllib.request.Request(f"{index.rstrip('/')}/{name}/", headers={"Accept": _JSON})
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -56,7 +56,7 @@ def _version(file: str) -> str:
 def main() -> None:
     (index,) = sys.argv[1:]
     with ThreadPoolExecutor(_AT_ONCE) as threads:
-        found = [*threads.map(lambda pin: _hashed(index, *pin), sorted(all_pins().items()))]
+        found = [*threads.map(lambda pin: hashed(index, *pin), sorted(all_pins().items()))]
     HASHES.write_text(_HEAD + "".join(found))
     PIP.write_text(_HEAD + next(one for one in found if one.startswith("pip==")))
 
