@@ -17,6 +17,12 @@ from app.errors import UserOpError
 from workers.backends.training.ranks import Shards
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# Without gradients moments shrink to denormal numbers and stay there, and a CPU's step over them takes 15 times as
+# long. Setting them to 0 takes 0.4 of a step. An update, exp_avg / (sqrt(exp_avg_sq) + eps), is the same as long as eps
+# is far above the square root of the least normal number, 1.1e-19.
+_CLEARED_EVERY = 32
+_LEAST_EPS = 1e-15
+_LEAST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 class ShardedAdamW:
@@ -57,6 +63,8 @@ class ShardedAdamW:
             self._adamw.step()
             self._adamw.zero_grad()
         self.steps += 1
+        if self.steps % _CLEARED_EVERY == 0 and params.eps >= _LEAST_EPS:
+            self._clear_denormals()
         return float(norm)
 
     def state(self) -> dict[str, Tensor]:
@@ -88,6 +96,15 @@ class ShardedAdamW:
                     state[moment].copy_(stored[f"{moment}.{name}"].view(parameter.shape))
         except (KeyError, RuntimeError) as error:
             raise UserOpError(f"the optimizer state does not belong to this model: {error}") from None
+
+    def _clear_denormals(self) -> None:
+        """Sets denormal moments on a CPU to 0. Which steps do it depends on their number alone, so that a step that
+        runs again has the same bits."""
+        for parameter in self._mine.values():
+            if parameter.is_cpu:
+                for moment in _MOMENTS:
+                    tensor = self._state(parameter)[moment]
+                    torch.hardshrink(tensor, _LEAST_NORMAL, out=tensor)
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         assert self._adamw is not None  # there is at least one parameter
