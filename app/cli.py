@@ -162,8 +162,8 @@ def _add_model_options(up: argparse.ArgumentParser) -> None:
         choices=("vllm", "transformers"),
         help="sampling backend (default vllm where it is installed and there is a GPU, else transformers)",
     )
-    group.add_argument("--trainers", type=_count, metavar="N", help="trainer workers for each base model (default 1)")
-    group.add_argument("--samplers", type=_count, metavar="N", help="sampler workers for each base model (default 1)")
+    group.add_argument("--trainers", type=_from_0, metavar="N", help="trainer workers for each base model (default 1)")
+    group.add_argument("--samplers", type=_from_0, metavar="N", help="sampler workers for each base model (default 1)")
     group.add_argument("--ranks", type=_count, metavar="N", help="processes in one trainer (default 1)")
     group.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), help="DeepSpeed ZeRO stage (default 2)")
 
@@ -199,6 +199,10 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _from_0(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def _up(arguments: argparse.Namespace) -> int:

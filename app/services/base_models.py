@@ -16,6 +16,7 @@ from app.stores.redis.records import RedisRecords, load
 
 ROLES = ("trainer", "sampler")
 FULL_TRAINER, FULL_SAMPLER = "full_trainer", "full_sampler"
+_SECTIONS = {"trainer": "trainer", "sampler": "sampler", FULL_TRAINER: "full", FULL_SAMPLER: "full_sampler"}
 TRAINER_ROLES = ("trainer", FULL_TRAINER)
 NEVER_ADAPTED = "never_adapted"
 """The part of a LoRA trainer's description that names the modules without adapters, with the reasons."""
@@ -62,10 +63,12 @@ class BaseModels:
 
     def info(self, role: str, name: str) -> BaseModelInfo:
         """The facts that a trainer or sampler reported about `name`. Raises BadRequest, also when such workers cannot
-        serve it, or Unavailable until the first such worker is up."""
-        self.settings(name)
+        serve it or are not started, or Unavailable until the first such worker is up."""
+        base = self.settings(name)
         found = self.known(role, name)
         if found is None:
+            if role not in roles(base):
+                raise BadRequest(f"{name} has no {role} here: {_SECTIONS[role]}.count is 0 in the server's settings")
             if reason := self._refusals().get((role, name)):
                 raise BadRequest(f"no {role} can serve {name}: {reason}")
             raise Unavailable(f"no {role} for {name} is up yet; try again soon")
@@ -172,8 +175,8 @@ class BaseModels:
 
 def roles(base: BaseModelSettings) -> Sequence[str]:
     """The roles of the workers that serve a base model."""
-    further = {FULL_TRAINER: base.full, FULL_SAMPLER: base.full_sampler}
-    return (*ROLES, *(role for role, section in further.items() if section is not None))
+    sections = base.workers
+    return [role for role, name in _SECTIONS.items() if name in sections and sections[name].count]
 
 
 def _info(worker: Worker) -> BaseModelInfo:

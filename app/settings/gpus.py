@@ -34,6 +34,8 @@ def for_each(name: str, devices: Devices, count: int) -> tuple[tuple[int, ...], 
                 f"{name}.devices is {shown(devices)}, but {name}.count is {count}; give it a list of GPUs for each copy"
             )
         return lists
+    if not count:
+        return ()
     each, rest = divmod(len(flat), count)
     if rest:
         raise SetupError(

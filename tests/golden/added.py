@@ -11,6 +11,8 @@ from typing import Any
 _DTYPES = ["auto", "float32", "bfloat16", "nf4", "int8", "fp8"]
 _GPUS = {"items": {"minimum": 0, "type": "integer"}, "type": "array"}
 _DEVICES = {"anyOf": [_GPUS, {"items": {**_GPUS, "minItems": 1}, "type": "array"}], "default": []}
+_COUNT = {"default": 1, "minimum": 0, "type": "integer"}
+_WORKERS = ("trainer", "full", "sampler", "full_sampler")
 _OR_AUTO = {"anyOf": [{"type": "boolean"}, {"const": "auto", "type": "string"}], "default": "auto"}
 _CHECKPOINT = "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
 # Only summaries and descriptions of these differ: they are in plainer words.
@@ -52,10 +54,11 @@ _REWORDED = {
 }
 
 CHANGED: dict[str, dict[str, Any]] = {
-    # A negative index was accepted, and failed when the worker started; each copy can have a list of its own. The
-    # cookbook's greatest default rank is 128. A frozen base can have 4 or 8 bits.
+    # A negative index was accepted, and failed when the worker started; each copy can have a list of its own, and
+    # there can be none. The cookbook's greatest default rank is 128. A frozen base can have 4 or 8 bits.
     "settings": {
-        **{f"base_models.{section}.devices": _DEVICES for section in ("trainer", "full", "sampler", "full_sampler")},
+        **{f"base_models.{section}.devices": _DEVICES for section in _WORKERS},
+        **{f"base_models.{section}.count": _COUNT for section in _WORKERS},
         "base_models.max_rank": {"default": 128, "minimum": 1, "type": "integer"},
         "base_models.dtype": {"default": "auto", "enum": _DTYPES, "type": "string"},
         # It was false, and a long datum ran out of memory.
