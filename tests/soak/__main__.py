@@ -44,7 +44,14 @@ _SAMPLES_A_RUN = 60
 # At a steady rate: the API keeps a closed client's connections for 75 s, so their number follows the rate.
 _SESSION_EVERY_S = 5.0
 # Temporary data must reach its end of life within the run, or everything would seem to grow.
-_SHORT_LIVED = "[engine]\nresult_read_s = 20\nresult_unread_s = 20\nretain_s = 20.0\nsession_s = 60.0\norphan_s = 1440.0"
+_SHORT_LIVED = """
+[engine]
+result_read_s = 20
+result_unread_s = 20
+retain_s = 20.0
+session_s = 60.0
+orphan_s = 1440.0
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
