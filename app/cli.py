@@ -195,14 +195,14 @@ def _named_path(text: str) -> tuple[str, str]:
     return name, path
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+def _count(text: str, least: int = 1) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)
 
 
 def _from_0(text: str) -> int:
-    return 0 if text == "0" else _count(text)
+    return _count(text, 0)
 
 
 def _up(arguments: argparse.Namespace) -> int:
