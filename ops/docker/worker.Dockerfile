@@ -6,8 +6,8 @@ ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG CONSTRAINTS=constraints.txt
 ENV DS_BUILD_OPS=0
 WORKDIR /src
-COPY constraints.txt constraints-gpu.txt hashes.txt ./
-COPY ops/pip.txt ops/requirements.py ops/
+COPY constraints.txt constraints-gpu.txt ./
+COPY ops/pip.txt ops/
 RUN python -m venv /opt/tinsmith && /opt/tinsmith/bin/pip install --no-cache-dir -r ops/pip.txt
 # torch is installed first and alone: it is by far the largest layer, and no change to our code rebuilds it. PyTorch's
 # index has nothing else in our versions, so the packages that torch depends on are installed later. One retry and a
@@ -16,7 +16,8 @@ RUN if [ -z "${TORCH_INDEX_URL}" ] || ! /opt/tinsmith/bin/pip install --no-cache
         --no-deps --retries 1 --timeout 15 --index-url "${TORCH_INDEX_URL}" torch; then \
         /opt/tinsmith/bin/pip install --no-cache-dir -c "${CONSTRAINTS}" --no-deps torch; \
     fi
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hashes.txt README.md LICENSE ./
+COPY ops/requirements.py ops/
 COPY app app
 COPY workers workers
 RUN python ops/requirements.py "${EXTRAS}" > requirements.txt \
