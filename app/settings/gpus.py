@@ -26,6 +26,8 @@ def for_each(name: str, devices: Devices, count: int) -> tuple[tuple[int, ...], 
     One list is divided in its order into equal parts, as vLLM's data parallel does. Raises SetupError, with the
     section's `name`, when it has no equal parts or there are more or fewer lists than copies.
     """
+    if not count:
+        return ()
     lists = tuple(part for part in devices if isinstance(part, tuple))
     flat = tuple(part for part in devices if isinstance(part, int))
     if lists:
@@ -34,8 +36,6 @@ def for_each(name: str, devices: Devices, count: int) -> tuple[tuple[int, ...], 
                 f"{name}.devices is {shown(devices)}, but {name}.count is {count}; give it a list of GPUs for each copy"
             )
         return lists
-    if not count:
-        return ()
     each, rest = divmod(len(flat), count)
     if rest:
         raise SetupError(

@@ -18,6 +18,7 @@ from app.settings.gpus import Devices, for_each
         (((3, 1),), 1, ((3, 1),)),
         ((), 3, ((), (), ())),
         ((0, 1), 0, ()),
+        (((0,), (2,)), 0, ()),
     ],
 )
 def test_each_copy_has_its_own_list_or_an_equal_part_of_one_list(

@@ -100,9 +100,20 @@ def test_builds_that_fit_torch_are_fine(installed):
     checks.vllm(base_model(sampler=SamplerSettings(backend="vllm")))
 
 
-def test_a_sampler_that_is_not_vllm_does_not_need_it(installed):
+@pytest.mark.parametrize(
+    "sampler",
+    [SamplerSettings(backend="transformers"), SamplerSettings(backend="vllm", count=0)],
+    ids=["other", "none"],
+)
+def test_a_sampler_that_is_not_vllm_or_does_not_start_does_not_need_it(sampler: SamplerSettings, installed) -> None:
     installed(torch="2.13.0+cpu", torchvision="0.28.0")
-    checks.vllm(base_model(sampler=SamplerSettings(backend="transformers")))
+    checks.vllm(base_model(sampler=sampler))
+
+
+def test_a_gpu_without_vllm_is_not_noticed_where_no_sampler_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "_version", lambda name: None)
+    settings = Settings(base_models=(base_model(sampler=SamplerSettings(count=0)),))
+    assert not checks.lacks_vllm(settings, tmp_path)
 
 
 @pytest.mark.parametrize(
