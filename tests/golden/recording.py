@@ -16,10 +16,10 @@ import redis
 from app.errors import TinsmithError
 
 _MASKS = (
+    (re.compile(r"\b[0-9a-f]{32}\b"), "<uuid>"),  # first: its digits may look like a time
     (re.compile(r"(?<![\d.])11[789]\d{11}(?![\d])"), "<held since>"),
     (re.compile(r"(?<![\d.])(1[789]|2\d)\d{11}(?![\d])"), "<ms>"),
     (re.compile(r"(?<![\d.])(1[789]|2\d)\d{8}\.\d+"), "<s>"),
-    (re.compile(r"\b[0-9a-f]{32}\b"), "<uuid>"),
     (re.compile(r"\b(usage|audit)/([^/]+)/\d{6}\b"), r"\1/\2/<hour>"),
 )
 _HOURS = ("tinsmith:pages", "tinsmith:pages_closed")

@@ -14,7 +14,7 @@ import pytest
 from app.domain import ops
 from app.domain.checkpoints import Manifest
 from app.stores.redis.records import load
-from tests.golden import names, public, scripts, values
+from tests.golden import names, public, recording, scripts, values
 from tests.golden.added import ADDED, CHANGED
 from tests.servers import start_valkey
 
@@ -93,6 +93,10 @@ def test_scripts_answer_the_same_and_leave_the_same_behind(scenario: str, played
     steps, frozen = played[scenario], FROZEN["scripts"][scenario]
     for step, expected in zip(steps, frozen, strict=True):
         assert without_added(step) == without_gone(expected)
+
+
+def test_a_random_name_is_masked_as_one_whatever_its_digits():
+    assert recording.masked("payloads/run:0/1c04a8ec1795649332181a1071055522") == "payloads/run:0/<uuid>"
 
 
 def without_gone(step: dict[str, Any]) -> dict[str, Any]:
