@@ -15,7 +15,7 @@ from app.services.validation import check_forward_backward
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
 from app.wire.forward_backward import no_losses, open_envelope
-from ops.bench import batches, servers, timing
+from ops.bench import batches, client_batches, servers, timing
 from ops.bench.client import Client
 from ops.bench.report import Goal, Outcome
 from ops.bench.timing import summary
@@ -55,7 +55,7 @@ class _Bodies:
     def __init__(self, client: Client, rows: int) -> None:
         self._client = client
         self.model_id, _ = client.admit_model(INFO.name, 8)
-        self._request = batches.request(batches.random_tokens(rows, _TOKENS, INFO.vocab_size), self.model_id)
+        self._request = client_batches.request(batches.random_tokens(rows, _TOKENS, INFO.vocab_size), self.model_id)
         self.seq = 0
         self.size = self._request.ByteSize()
 

@@ -1,4 +1,4 @@
-"""One batch of random tokens, in each form that the sides take."""
+"""One batch of random tokens, as a training backend takes it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
-import tinker
-from tinker import types
 
 from app.domain.ops import AdamParams, Batch, ForwardBackward, Ragged
-from app.wire import tinker_pb2 as pb
 
 LOSS = "cross_entropy"
 ADAM = AdamParams(learning_rate=1e-4, eps=1e-8)
@@ -39,24 +36,6 @@ def rates(tokens: int, samples_ms: Sequence[float]) -> dict[str, float]:
     return {"best": max(found), "median": median(found)}
 
 
-def datums(tokens: np.ndarray) -> list[types.Datum]:
-    """Datums for the SDK."""
-    return [
-        types.Datum(
-            model_input=types.ModelInput.from_ints(row.tolist()),
-            loss_fn_inputs={
-                "target_tokens": tinker.TensorData.from_numpy(target),
-                "weights": tinker.TensorData.from_numpy(weight),
-            },
-        )
-        for row, target, weight in zip(tokens, targets(tokens), weights(tokens), strict=True)
-    ]
-
-
-def sdk_adam() -> types.AdamParams:
-    return types.AdamParams(learning_rate=ADAM.learning_rate, beta1=ADAM.beta1, beta2=ADAM.beta2, eps=ADAM.eps)
-
-
 def operation(tokens: np.ndarray) -> ForwardBackward:
     """Operation for a training backend."""
     inputs = {
@@ -64,21 +43,3 @@ def operation(tokens: np.ndarray) -> ForwardBackward:
         "weights": Ragged.of(list(weights(tokens)), np.float32),
     }
     return ForwardBackward(Batch(Ragged.of(list(tokens), np.int32), inputs), LOSS)
-
-
-def request(tokens: np.ndarray, model_id: str) -> pb.ForwardBackwardRequest:
-    """Body for the HTTP API; every call sets its own seq_id."""
-    return pb.ForwardBackwardRequest(
-        model_id=model_id,
-        loss_fn=LOSS,
-        data=[
-            pb.Datum(
-                model_input=[pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=row.tobytes()))],
-                loss_fn_inputs={
-                    "target_tokens": pb.Tensor(dense=target.tobytes(), dtype=pb.DTYPE_INT64, shape=target.shape),
-                    "weights": pb.Tensor(dense=weight.tobytes(), dtype=pb.DTYPE_FLOAT32, shape=weight.shape),
-                },
-            )
-            for row, target, weight in zip(tokens, targets(tokens), weights(tokens), strict=True)
-        ],
-    )

@@ -23,7 +23,7 @@ from typing import Any
 import tinker
 from tinker import types
 
-from ops.bench import batches, models, servers, side
+from ops.bench import batches, client_batches, models, servers, side
 from ops.bench.report import Goal, Outcome
 
 _RANK = 8
@@ -77,7 +77,7 @@ Work = Sequence[tuple[int, Callable[[], Any]]]
 
 
 def _trainers(tenant: Tenant, base: str, vocab_size: int) -> Work:
-    data, adam = batches.datums(batches.random_tokens(1, 64, vocab_size)), batches.sdk_adam()
+    data, adam = client_batches.datums(batches.random_tokens(1, 64, vocab_size)), client_batches.adam()
 
     def step(client: tinker.TrainingClient) -> Any:
         client.forward_backward(data, batches.LOSS)

@@ -13,7 +13,7 @@ from statistics import median
 import tinker
 from tinker import types
 
-from ops.bench import batches, metrics, models, servers, timing
+from ops.bench import batches, client_batches, metrics, models, servers, timing
 from ops.bench.report import Goal, Outcome
 
 _ROWS, _LENGTH = 1, 64
@@ -45,13 +45,13 @@ def run(folder: Path) -> Outcome:
 class _Rounds:
     def __init__(self, service: tinker.ServiceClient, base: str, vocab_size: int) -> None:
         self._training = service.create_lora_training_client(base_model=base, rank=_RANK).result()
-        self._data = batches.datums(batches.random_tokens(_ROWS, _LENGTH, vocab_size))
+        self._data = client_batches.datums(batches.random_tokens(_ROWS, _LENGTH, vocab_size))
         self._prompt = types.ModelInput.from_ints(list(range(100, 100 + _PROMPT)))
 
     def run(self) -> tuple[float, float, float]:
         """Measures the ms until the new weights have a client, until their first token, and of one more token."""
         self._training.forward_backward(self._data, batches.LOSS).result()
-        self._training.optim_step(batches.sdk_adam()).result()
+        self._training.optim_step(client_batches.adam()).result()
         clients: list[tinker.SamplingClient] = []
         saved = timing.timed_ms(lambda: clients.append(self._training.save_weights_and_get_sampling_client().result()))
         first, bare = (timing.timed_ms(lambda: self._draw(clients[0])) for _ in range(2))

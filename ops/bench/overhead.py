@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tinker
 
-from ops.bench import batches, metrics, models, servers, side, timing
+from ops.bench import batches, client_batches, metrics, models, servers, side, timing
 from ops.bench.client import Client
 from ops.bench.report import Goal, Outcome
 from ops.bench.timing import summary
@@ -61,7 +61,7 @@ def run(folder: Path) -> Outcome:
 class _Sdk:
     def __init__(self, client: tinker.TrainingClient) -> None:
         self._client = client
-        self._data, self._adam = batches.datums(tokens()), batches.sdk_adam()
+        self._data, self._adam = client_batches.datums(tokens()), client_batches.adam()
 
     def measure(self, count: int) -> Samples:
         """Returns the ms of each call, until its result arrives."""
@@ -85,7 +85,7 @@ class _Http:
         self._client = Client(url)
         self._model_id, request_id = self._client.admit_model(base, RANK)
         self._client.result(request_id)
-        self._request = batches.request(tokens(), self._model_id)
+        self._request = client_batches.request(tokens(), self._model_id)
         self._seq = 0
 
     def measure(self, count: int) -> Samples:

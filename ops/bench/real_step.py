@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tinker
 
-from ops.bench import batches, metrics, models, servers, side, timing
+from ops.bench import batches, client_batches, metrics, models, servers, side, timing
 from ops.bench.report import Goal, Outcome
 
 RANK = 16
@@ -41,7 +41,7 @@ def run(folder: Path) -> Outcome:
         tinker.ServiceClient(base_url=stack.url, api_key=servers.API_KEY) as service,
     ):
         client = service.create_lora_training_client(base_model=base.name, rank=RANK).result()
-        sdk = _Sdk(client, batches.datums(tokens(vocab_size)))
+        sdk = _Sdk(client, client_batches.datums(tokens(vocab_size)))
         first = timing.alternate(
             1, {"sdk": lambda: sdk.measure(_WARM_UP_STEPS), "bare": lambda: bare.measure(_WARM_UP_STEPS)}
         )
@@ -55,7 +55,7 @@ def run(folder: Path) -> Outcome:
 class _Sdk:
     def __init__(self, client: tinker.TrainingClient, data: list[tinker.Datum]) -> None:
         self._client = client
-        self._data, self._adam = data, batches.sdk_adam()
+        self._data, self._adam = data, client_batches.adam()
 
     def measure(self, count: int) -> Samples:
         """Returns ms and loss (nats a token) of each step. Both calls of a step are submitted at once, as in the

@@ -23,7 +23,7 @@ from app import settings as settings_module
 from app.settings import BaseModelSettings, TrainerSettings
 from app.stores.redis import keys
 from app.stores.redis.client import connect
-from ops.bench import batches, models, servers, side
+from ops.bench import batches, client_batches, models, servers, side
 from ops.bench.report import Goal, Outcome
 from ops.bench.timing import summary
 
@@ -71,7 +71,7 @@ def _measure(folder: Path, base: BaseModelSettings, rounds: int) -> list[dict[st
 def _round(service: tinker.ServiceClient, base: str, model: _Model) -> dict[str, float]:
     """Seconds of each part, on a separate model with some steps done and many to come."""
     client = service.create_lora_training_client(base_model=base, rank=8).result()
-    data, adam = batches.datums(batches.random_tokens(4, 12, models.TINY_VOCAB_SIZE)), batches.sdk_adam()
+    data, adam = client_batches.datums(batches.random_tokens(4, 12, models.TINY_VOCAB_SIZE)), client_batches.adam()
 
     def steps(count: int) -> list[Any]:
         """Submits `count` steps at once and returns their futures."""

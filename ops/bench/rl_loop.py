@@ -17,7 +17,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from ops.bench import batches, metrics, models, servers, side
+from ops.bench import batches, client_batches, metrics, models, servers, side
 from ops.bench.report import Goal, Outcome
 
 _RANK = 32
@@ -56,7 +56,7 @@ def _step(client: tinker.TrainingClient, prompts: np.ndarray) -> None:
         for datum in _datums(row.tolist(), future.result().sequences)
     ]
     backward = client.forward_backward(data, "importance_sampling")
-    step = client.optim_step(batches.sdk_adam())
+    step = client.optim_step(client_batches.adam())
     backward.result()
     step.result()
 

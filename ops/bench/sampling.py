@@ -17,7 +17,7 @@ import tinker
 from tinker import types
 
 from app.domain.sampling import SampleRequest
-from ops.bench import batches, models, servers, side, timing
+from ops.bench import batches, client_batches, models, servers, side, timing
 from ops.bench.bare_sampler import PROMPTS, SAMPLES, TOKENS, requests
 from ops.bench.report import Goal, Outcome
 
@@ -52,9 +52,9 @@ def run(folder: Path) -> Outcome:
 def _sampling_client(service: tinker.ServiceClient, base: str) -> tinker.SamplingClient:
     """A sampling client of an adapter that was trained for one step."""
     training = service.create_lora_training_client(base_model=base, rank=_RANK).result()
-    data = batches.datums(batches.random_tokens(2, 32, 1000))
+    data = client_batches.datums(batches.random_tokens(2, 32, 1000))
     training.forward_backward(data, batches.LOSS).result()
-    training.optim_step(batches.sdk_adam()).result()
+    training.optim_step(client_batches.adam()).result()
     return training.save_weights_and_get_sampling_client().result()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import tinker
 
-from ops.bench import batches, metrics, models, servers, side, timing
+from ops.bench import batches, client_batches, metrics, models, servers, side, timing
 from ops.bench.report import Goal, Outcome
 
 _ROWS, _LENGTH = 4, 256
@@ -51,8 +51,8 @@ def run(folder: Path) -> Outcome:
 class _Calls:
     def __init__(self, service: tinker.ServiceClient, base: str, vocab_size: int) -> None:
         self._client = service.create_lora_training_client(base_model=base, rank=_RANK).result()
-        self._data = batches.datums(batches.random_tokens(_ROWS, _LENGTH, vocab_size))
-        self._adam = batches.sdk_adam()
+        self._data = client_batches.datums(batches.random_tokens(_ROWS, _LENGTH, vocab_size))
+        self._adam = client_batches.adam()
         self._names = map("save-{}".format, itertools.count())
 
     def measure(self, what: str) -> float:

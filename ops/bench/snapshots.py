@@ -17,7 +17,7 @@ from app import settings as settings_module
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.client import connect
-from ops.bench import batches, models, servers, side, timing
+from ops.bench import batches, client_batches, models, servers, side, timing
 from ops.bench.report import Goal, Outcome
 from ops.bench.timing import summary
 
@@ -53,8 +53,8 @@ class _Steps:
     def __init__(self, service: tinker.ServiceClient, stack: servers.Stack, base: str) -> None:
         self._client = service.create_lora_training_client(base_model=base, rank=32).result()
         self._stack = stack
-        self._data = batches.datums(batches.random_tokens(4, 12, models.TINY_VOCAB_SIZE))
-        self._adam = batches.sdk_adam()
+        self._data = client_batches.datums(batches.random_tokens(4, 12, models.TINY_VOCAB_SIZE))
+        self._adam = client_batches.adam()
 
     def measure(self, count: int) -> float:
         """Returns the ms per step.

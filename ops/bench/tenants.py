@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import tinker
 
-from ops.bench import batches, models, servers, side, timing
+from ops.bench import batches, client_batches, models, servers, side, timing
 from ops.bench.report import Goal, Outcome
 
 RANK = 16
@@ -38,8 +38,8 @@ def run(folder: Path) -> Outcome:
     with side.threads(side.CORES), servers.running_stack(folder, base) as stack, ExitStack() as open_:
         clients = [_client(stack, base.name, open_) for _ in range(_TENANTS + 1)]
         tenants, single = clients[:-1], clients[-1:]
-        small, full = batches.datums(tokens(*_SMALL)), batches.datums(tokens(*_FULL))
-        whole = batches.datums(tokens(_TENANTS * _SMALL[0], _SMALL[1]))
+        small, full = client_batches.datums(tokens(*_SMALL)), client_batches.datums(tokens(*_FULL))
+        whole = client_batches.datums(tokens(_TENANTS * _SMALL[0], _SMALL[1]))
         sides = {
             "small_together": lambda: _step_ms(tenants, small),
             "small_one_tenant": lambda: _step_ms(single, whole),
@@ -58,7 +58,7 @@ def _client(stack: servers.Stack, base: str, open_: ExitStack) -> tinker.Trainin
 
 def _step_ms(clients: Sequence[tinker.TrainingClient], data: list[tinker.Datum], steps: int = _STEPS) -> float:
     """Returns the ms of a step in which every client trains on `data`: all submit both calls, then wait for both."""
-    adam = batches.sdk_adam()
+    adam = client_batches.adam()
     started = time.perf_counter()
     for _ in range(steps):
         pending = [(client.forward_backward(data, batches.LOSS), client.optim_step(adam)) for client in clients]

@@ -21,7 +21,7 @@ import numpy as np
 
 from app import ids
 from app.wire import tinker_pb2 as pb
-from ops.bench import batches
+from ops.bench import client_batches
 from tests.chaos.observer import Stalled
 from tests.contract.stack import API_KEY, BASE, Stack
 from tests.models import VOCAB_SIZE
@@ -103,7 +103,7 @@ class Storm:
 
     def _batch(self, model_id: str, seq: int) -> Call:
         tokens = np.random.default_rng(seq).integers(3, VOCAB_SIZE, size=(4, 16), dtype=np.int32)
-        request = batches.request(tokens, model_id)
+        request = client_batches.request(tokens, model_id)
         request.seq_id = seq
         return Call(seq, "forward_backward", request.SerializeToString(deterministic=True), _PROTOBUF)
 

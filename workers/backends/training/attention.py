@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache, partial
+from inspect import signature
 from itertools import accumulate
 
 import torch
@@ -35,6 +36,8 @@ _WHOLE_UP_TO = 4096
 _SCORES = 2**22
 _LEAST_ROWS, _MOST_ROWS = 64, 512
 _recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+# torch 2.11 has no such option: it groups heads without being asked.
+_grouping = partial(varlen_attn, enable_gqa=True) if "enable_gqa" in signature(varlen_attn).parameters else varlen_attn
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps query [N, heads, rows, D], key and value [N, kv heads, columns, D] to [N, heads, rows, D]. The last row is the
@@ -111,7 +114,7 @@ def _varlen(
     ends, longest = _ends(tuple(runs), query.device)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     seen = (-1 if window is None else window - 1, 0)
-    attended = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=seen, enable_gqa=True)
+    attended = _grouping(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=seen)
     assert isinstance(attended, Tensor)
     return attended[None]
 
