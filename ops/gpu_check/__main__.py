@@ -1,0 +1,122 @@
+"""`python -m ops.gpu_check [--minutes 9] [--suites NAME...] [--sizes SIZE...] [--out FOLDER]`.
+
+Runs the suites of tests, and then trains each size of model, until the time is over. Writes FOLDER/gpu.json after each
+part, so that a run that is cut off leaves what it has, and prints a table. The exit code is 1 when a test fails or a
+goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ops.bench import machine, report
+from ops.bench.report import Goal, Outcome
+from ops.gpu_check import shapes, suites, training
+
+_OUT = Path(__file__).parents[1] / "bench" / "results"
+_IN_MEMORY = Path("/dev/shm")
+_MFU, _OVER_PEFT, _SHARED = 0.45, 1.5, 0.9
+_GOAL_SIZE, _GOAL_BATCH = "8B", "8k"
+Figures = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(argv)
+    ends = time.monotonic() + 60 * arguments.minutes
+    command = shlex.join(("python", "-m", "ops.gpu_check", *(sys.argv[1:] if argv is None else argv)))
+    surroundings = machine.surroundings(command)
+    [device] = _lines("device", seconds=60 * arguments.minutes)
+    figures: Figures = {"device": device}
+    with tempfile.TemporaryDirectory(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as made:
+        for name, part in _parts(arguments, Path(made)):
+            left = ends - time.monotonic()
+            figures[name] = part(left) if left > 0 else {"left out": "no time was left"}
+            print(f"{name}: {json.dumps(figures[name])}", file=sys.stderr, flush=True)
+            outcome = Outcome(figures, tuple(goals(figures)))
+            report.write(arguments.out, "gpu", outcome, surroundings)
+    print(report.table({"gpu": outcome}))
+    return 0 if outcome.met else 1
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m ops.gpu_check", description="Check training on this machine's GPU."
+    )
+    parser.add_argument("--minutes", type=float, default=9.0, help="the check ends after this time, with what it has")
+    parser.add_argument("--suites", nargs="*", default=list(suites.SUITES), choices=list(suites.SUITES), metavar="NAME")
+    parser.add_argument("--sizes", nargs="*", default=["8B", "0.6B", "4B"], choices=list(shapes.SHAPES), metavar="SIZE")
+    parser.add_argument("--out", type=Path, default=_OUT, metavar="FOLDER", help="folder for gpu.json")
+    return parser.parse_args(argv)
+
+
+def _parts(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Callable[[float], Figures]]]:
+    for name in arguments.suites:
+        yield name, partial(suites.run, suites.SUITES[name], folder)
+    for size in arguments.sizes:
+        yield size, partial(_trained, size, folder / size)
+
+
+def _trained(size: str, folder: Path, seconds: float) -> Figures:
+    """Figures of each batch on both sides. Each side has a process, and with it the whole device."""
+    ends = time.monotonic() + seconds
+    found: Figures = {}
+    for side in (training.TINSMITH, training.PEFT):
+        rows = _lines("training", size, str(folder), side, seconds=ends - time.monotonic())
+        found[side] = {row.pop("batch"): row for row in rows}
+    shutil.rmtree(folder)
+    return found
+
+
+def _lines(module: str, *arguments: str, seconds: float) -> list[dict[str, Any]]:
+    """The lines of JSON that a module of this package prints within `seconds`."""
+    command = [sys.executable, "-m", f"ops.gpu_check.{module}", *arguments]
+    try:
+        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=True).stdout
+    except subprocess.TimeoutExpired as late:
+        printed = (late.stdout or b"").decode()
+    return [json.loads(line) for line in printed.splitlines(keepends=True) if line.endswith("}\n")]
+
+
+def goals(figures: Figures) -> Iterator[Goal]:
+    """Goals of what ran; those of training need a step of both batches."""
+    for name in suites.SUITES:
+        if "ok" in figures.get(name, ()):
+            yield Goal(f"tests of {name} that passed", float(figures[name]["ok"]), "at_least", 1, "")
+    for size in shapes.SHAPES:
+        sides = figures.get(size, {})
+        own, bare = (_best_s(sides.get(side, {})) for side in (training.TINSMITH, training.PEFT))
+        for batch in own.keys() & bare.keys():
+            over = bare[batch] / own[batch]
+            yield Goal(f"{size}, {batch}: over transformers + PEFT", over, "at_least", _OVER_PEFT, "")
+        if training.UNEVEN in own and training.SHARED in own:
+            over = own[training.UNEVEN] / own[training.SHARED]
+            yield Goal(f"{size}: 16 uneven tenants over one", over, "at_least", _SHARED, "")
+    yield from _mfu(figures)
+
+
+def _mfu(figures: Figures) -> Iterator[Goal]:
+    peak = figures["device"]["datasheet_flops"]
+    own = _best_s(figures.get(_GOAL_SIZE, {}).get(training.TINSMITH, {}))
+    if peak and _GOAL_BATCH in own:
+        flops = shapes.step_flops(shapes.config(_GOAL_SIZE), training.lengths(_GOAL_SIZE)[_GOAL_BATCH])
+        yield Goal(f"{_GOAL_SIZE}, {_GOAL_BATCH}: MFU", flops / own[_GOAL_BATCH] / peak, "at_least", _MFU, "")
+
+
+def _best_s(rows: Figures) -> dict[str, float]:
+    """Seconds of the best step of each batch that has one."""
+    return {batch: min(row["step_s"]) for batch, row in rows.items() if "step_s" in row}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

