@@ -81,11 +81,15 @@ def packed_attention(
         assert list(runs) == [(1, query.shape[2])], "a bias between datums"
         alone = _plain(query, key, value, scaling=scaling, window=sliding_window, bias=position_bias)
         return alone.transpose(1, 2), None
+    width = value.shape[-1]
+    if width < query.shape[-1]:
+        # torch's fused kernels need heads of one width (DeepSeek-V3 has 192 and 128). Without them all scores are kept.
+        value = nn.functional.pad(value, (0, query.shape[-1] - width))
     if softcap is None and s_aux is None and _in_one_call(query, value):
-        return _varlen(query, key, value, runs, scaling=scaling, window=sliding_window), None
+        return _varlen(query, key, value, runs, scaling=scaling, window=sliding_window)[..., :width], None
     cut = zip(*(_cut(tensor, runs) for tensor in (query, key, value)), strict=True)
     parts = [_attend(q, k, v, scaling, sliding_window, softcap, s_aux).transpose(1, 2) for q, k, v in cut]
-    rows = [part.reshape(len(query), -1, *part.shape[2:]) for part in parts]
+    rows = [part.reshape(len(query), -1, *part.shape[2:])[..., :width] for part in parts]
     return rows[0] if len(rows) == 1 else torch.cat(rows, 1), None
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from app.domain.ops import LoraSpec
 from app.settings import TrainerSettings
 from workers.backends.training import packing, sequence_parallel
 from workers.backends.training.attention import NAME, packed_attention
@@ -29,6 +30,8 @@ from workers.models.routers import NO_ROUTE
 
 _HEAD = "lm_head"
 _BODY = "model"
+# The adapter under which a pass's memory is measured. Most of it is the inputs of the linears, whatever the rank.
+_PROBE = LoraSpec(rank=16, train_unembed=False)
 Owners = Sequence[tuple[Adapter | None, int]]
 """Consecutive datums that run under the same adapter: (adapter, number of datums)."""
 
@@ -170,12 +173,10 @@ class HiddenStates(nn.Module):
             return self._run(tokens, lengths, owners, hidden, routes)
 
     def _probe(self, device: torch.device, count: int) -> None:
-        """Runs `count` tokens through the base as if an adapter were on its first layer."""
-        hook = self.model.get_input_embeddings().register_forward_hook(lambda *call: call[-1].requires_grad_())
-        try:
-            self._run(torch.zeros(count, dtype=torch.int64, device=device), [count], [(None, 1)], True, None)
-        finally:
-            hook.remove()
+        """Runs `count` tokens through the base with an adapter on every linear, unless the base itself is trained."""
+        trained = any(parameter.requires_grad for parameter in self.model.parameters())
+        adapter = None if trained else lora.new_adapter(self.model, _PROBE).to(device)
+        self._run(torch.zeros(count, dtype=torch.int64, device=device), [count], [(adapter, 1)], True, None)
 
     def _run(
         self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool, routes: Tensor | None

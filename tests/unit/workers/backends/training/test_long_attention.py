@@ -75,6 +75,13 @@ def test_no_tensor_of_a_long_datum_grows_with_the_square_of_its_length(
     assert largest.elements <= attention._MOST_ROWS * HEADS * 5000 / 2
 
 
+def test_narrower_values_keep_no_scores_either() -> None:
+    query, key, value = tensors(5000)
+    with Largest() as largest:
+        trained(packed([5000], None, None), [query, key, value[..., : WIDTH // 2].detach().requires_grad_()])
+    assert largest.elements == query.numel()
+
+
 class Largest(TorchDispatchMode):
     """Notes the number of elements of the largest tensor that any operation returns."""
 
