@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from app.errors import SetupError
 from app.settings.gpus import Devices
@@ -38,7 +38,11 @@ class TrainerSettings(Section):
         description="keep in CPU memory: ZeRO-3's base; in full fine-tuning weights, gradients and optimizer state too",
     )
     devices: Devices = Field((), description=f"one for each rank: {_DEVICES}")
-    micro_batch_tokens: int = Field(1024, ge=1, description="tokens in one forward/backward pass: bounds its memory")
+    micro_batch_tokens: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="tokens in one forward/backward pass: bounds its memory; auto: 1024 on a CPU, up to 8192 on a GPU "
+        "as its memory allows",
+    )
     exact: bool | Literal["auto"] = Field(
         "auto", description="run each Op in its own pass, so that its bits depend on no other Op; auto: true on a CPU"
     )

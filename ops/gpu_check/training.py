@@ -32,7 +32,7 @@ from workers.backends.training.base import Create
 TINSMITH, PEFT = "tinsmith", "peft"
 UNEVEN, SHARED = "2k, uneven", "2k, uneven, 16 tenants"
 TENANTS = 16
-MICRO_BATCH_TOKENS = 8192
+_BARE_MICRO_BATCH = 8192
 _LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 _STEPS = 3
 _VOCABULARY = 512  # tokens that every size has
@@ -68,7 +68,7 @@ def _tinsmith(size: str, folder: str) -> Iterator[Row]:
 
 
 def _settings(folder: str) -> BaseModelSettings:
-    trainer = TrainerSettings(backend="torch", micro_batch_tokens=MICRO_BATCH_TOKENS, exact=False)
+    trainer = TrainerSettings(backend="torch", exact=False)
     return BaseModelSettings(name="gpu-check/random", path=folder, dtype="bfloat16", trainer=trainer)
 
 
@@ -94,7 +94,7 @@ def _peft(size: str, folder: str) -> Iterator[Row]:
         if name in (UNEVEN, SHARED):
             continue
         tokens = torch.from_numpy(batches.random_tokens(len(each), each[0], _VOCABULARY)).long().to(device())
-        micro_batches = torch.split(tokens, max(1, len(each) * MICRO_BATCH_TOKENS // 32_768))
+        micro_batches = torch.split(tokens, max(1, len(each) * _BARE_MICRO_BATCH // 32_768))
         step = partial(_bare_step, model, adamw, micro_batches)
         row = _row(name, step)
         if "failed" in row:

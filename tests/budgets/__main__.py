@@ -73,7 +73,7 @@ def _settings(folder: Path, layers: int) -> BaseModelSettings:
     base = folder / str(layers)
     if not base.exists():
         byte_tokenizer().save_pretrained(build("qwen3", base, num_hidden_layers=layers))
-    trainer = TrainerSettings(backend="torch", micro_batch_tokens=2**14, activation_checkpointing=False)
+    trainer = TrainerSettings(backend="torch")
     return BaseModelSettings(name="tests/budgets", path=str(base), dtype="bfloat16", trainer=trainer)
 
 

@@ -14,6 +14,10 @@ _DEVICES = {"anyOf": [_GPUS, {"items": {**_GPUS, "minItems": 1}, "type": "array"
 _COUNT = {"default": 1, "minimum": 0, "type": "integer"}
 _WORKERS = ("trainer", "full", "sampler", "full_sampler")
 _OR_AUTO = {"anyOf": [{"type": "boolean"}, {"const": "auto", "type": "string"}], "default": "auto"}
+_NUMBER_OR_AUTO = {
+    "anyOf": [{"exclusiveMinimum": 0, "type": "integer"}, {"const": "auto", "type": "string"}],
+    "default": "auto",
+}
 _CHECKPOINT = "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
 # Only summaries and descriptions of these differ: they are in plainer words.
 _REWORDED = {
@@ -63,10 +67,13 @@ CHANGED: dict[str, dict[str, Any]] = {
         "base_models.dtype": {"default": "auto", "enum": _DTYPES, "type": "string"},
         # It was false, and a long datum ran out of memory.
         **{f"base_models.{section}.activation_checkpointing": _OR_AUTO for section in ("trainer", "full")},
+        # It was 1024, which keeps no GPU busy.
+        **{f"base_models.{section}.micro_batch_tokens": _NUMBER_OR_AUTO for section in ("trainer", "full")},
     },
     "setting values": {
         "base_models[0].max_rank": 128,
         **{f"base_models[0].{section}.activation_checkpointing": "auto" for section in ("trainer", "full")},
+        **{f"base_models[0].{section}.micro_batch_tokens": "auto" for section in ("trainer", "full")},
     },
     # A checkpoint's answer also has its base model; a served model's has what adapters cover, and who refuses it.
     # Uploads are a group of routes of their own.

@@ -172,6 +172,10 @@ class HiddenStates(nn.Module):
                     return self._seen(tokens, lengths, owners, picture)
             return self._run(tokens, lengths, owners, hidden, routes)
 
+    def micro_batch_tokens(self, device: torch.device) -> int:
+        """Returns the tokens of a micro-batch on `device`: see Activations."""
+        return self._activations.micro_batch_tokens(device, partial(self._probe, device))
+
     def _probe(self, device: torch.device, count: int) -> None:
         """Runs `count` tokens through the base with an adapter on every linear, unless the base itself is trained."""
         trained = any(parameter.requires_grad for parameter in self.model.parameters())

@@ -28,6 +28,8 @@ from workers.models import lora, routers
 _PROBES = (64, 128)
 # The rest is for the head's chunk, gradients, and what the two small passes cannot show.
 _USABLE = 0.6
+# Tokens of a micro-batch. A GPU is busy from some 2,000 on: layers are computed again rather than run on fewer.
+_ON_CPU, _LEAST, _BUSY, _MOST = 1024, 1024, 2048, 8192
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -60,6 +62,18 @@ def choose(tokens: int, footprint: Footprint, free: int, *, host: bool) -> Kept:
     return Kept.INPUTS_ON_HOST
 
 
+def micro_batch_tokens(footprint: Footprint, free: int, setting: bool | Literal["auto"]) -> int:
+    """Returns the tokens of a GPU's micro-batch: a multiple of 1,024 up to 8,192, as many as fit in `free` bytes.
+
+    `setting`: trainer.activation_checkpointing. With "auto" all activations are kept where 2,048 tokens fit so.
+    """
+    usable = free * _USABLE
+    whole = usable / footprint.whole
+    again = usable / (footprint.inputs + footprint.whole / footprint.layers)
+    fitting = again if setting is True or (setting == "auto" and whole < _BUSY) else whole
+    return int(min(max(fitting // _LEAST * _LEAST, _LEAST), _MOST))
+
+
 class Activations:
     """Applies the choice to a model's layers, pass by pass."""
 
@@ -87,9 +101,7 @@ class Activations:
         """
         if self._setting != "auto" or not self._layers or not torch.is_grad_enabled():
             return nullcontext()
-        if self._footprint is None:
-            self._footprint = self._measured(run)
-        found = choose(tokens, self._footprint, free_memory(device), host=device.type != "cpu")
+        found = choose(tokens, self._footprint_by(run), free_memory(device), host=device.type != "cpu")
         choice = self._agreed(found)
         self._set(choice != Kept.ALL)
         return (
@@ -98,6 +110,18 @@ class Activations:
             else nullcontext()
         )
 
+    def micro_batch_tokens(self, device: torch.device, run: Callable[[int], object]) -> int:
+        """Returns the tokens of a micro-batch by the memory that is free now; 1,024 on a CPU, so that a result's bits
+        depend on no memory. `run` as in `during`."""
+        if device.type == "cpu" or not self._layers:
+            return _ON_CPU
+        return micro_batch_tokens(self._footprint_by(run), free_memory(device), self._setting)
+
+    def _footprint_by(self, run: Callable[[int], object]) -> Footprint:
+        if self._footprint is None:
+            self._footprint = self._measured(run)
+        return self._footprint
+
     def _measured(self, run: Callable[[int], object]) -> Footprint:
         self._set(False)
         kept = []
@@ -105,6 +129,7 @@ class Activations:
             with _kept_bytes() as found:
                 run(count)
             kept.append(sum(found.values()))
+        self._set(self._setting is True)
         few, many = _PROBES
         layers = len(self._layers)
         whole = max(0, kept[1] - kept[0]) / (many - few)

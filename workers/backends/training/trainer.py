@@ -63,6 +63,7 @@ class Trainer(ABC):
         """Loads the base. Every rank calls this itself."""
         self._engine = self.start_engine()
         self._models = self._made_by(self._engine)
+        self._micro_batch_tokens = self._agreed_tokens()
         self._residency = Residency(self._engine.base.device, self._settings.trainer.device_models)
         return self._engine.base.info
 
@@ -106,6 +107,7 @@ class Trainer(ABC):
             "ranks": ranks.size,
             "dtype": base.info.dtype,
             "devices": [str(base.device)] * ranks.size if base.device.type == "cpu" else bound_gpus(ranks.size),
+            "micro_batch_tokens": self._micro_batch_tokens,
             "models": len(self._states),
             "models_on_device": len(self._residency),
             **self._engine.describe(),
@@ -204,7 +206,7 @@ class Trainer(ABC):
             state.begin()
         try:
             jobs = {m: Job.of(op, states[m], self._engine.base.device) for m, op in ops.items()}
-            one = Pass(self._engine, list(jobs.values()), self._settings.trainer.micro_batch_tokens)
+            one = Pass(self._engine, list(jobs.values()), self._micro_batch_tokens)
             one.run(self._stall_detector.progress)
         except (RuntimeError, MemoryError) as error:
             if not ran_out_of_memory(error) or self._engine.ranks.size > 1:
@@ -215,7 +217,7 @@ class Trainer(ABC):
         return jobs
 
     def _too_large(self, op: ForwardBackward) -> UserOpError:
-        longest, budget = max(n for (n,) in op.batch.tokens.shapes), self._settings.trainer.micro_batch_tokens
+        longest, budget = max(n for (n,) in op.batch.tokens.shapes), self._micro_batch_tokens
         return UserOpError(
             f"memory ran out in a pass of at most {max(longest, budget)} tokens (the trainer's micro_batch_tokens is "
             f"{budget}, the longest datum has {longest}); the model is unchanged. Send shorter datums, or ask the "
@@ -264,6 +266,14 @@ class Trainer(ABC):
         if state is None or readers < self._engine.ranks.size:
             raise RuntimeError(f"only {readers} of {self._engine.ranks.size} ranks could read {folder}: {failure}")
         return state
+
+    def _agreed_tokens(self) -> int:
+        """Returns the tokens of a micro-batch: the least that any rank chooses, since the ranks share micro-batches."""
+        setting = self._settings.trainer.micro_batch_tokens
+        if setting != "auto":
+            return setting
+        engine = self._engine
+        return -engine.ranks.greatest(-engine.hidden_states.micro_batch_tokens(engine.base.device))
 
     def _made_by(self, engine: Engine) -> Models:
         if not self._full:

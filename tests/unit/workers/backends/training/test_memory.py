@@ -45,6 +45,29 @@ def test_the_choice_keeps_as_much_as_six_tenths_of_the_free_memory_hold(
     assert choose(tokens, FOOTPRINT, free, host=host) == wanted
 
 
+@pytest.mark.parametrize(
+    ("free", "setting", "wanted"),
+    [
+        (100_000_000, "auto", 8192),
+        (10_000_000, "auto", 5120),  # 6,000 fit
+        (3_000_000, "auto", 8192),  # 1,800 fit, and 9,000 when layers are computed again
+        (1_000_000, "auto", 2048),
+        (3_000_000, False, 1024),
+        (10_000_000, True, 8192),
+        (0, "auto", 1024),
+    ],
+)
+def test_a_gpus_micro_batch_is_as_large_as_its_memory_allows(free: int, setting: bool | str, wanted: int) -> None:
+    assert memory.micro_batch_tokens(FOOTPRINT, free, setting) == wanted
+
+
+def test_a_cpus_micro_batch_does_not_depend_on_memory(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: 2**50)
+    backend = backends.create(BaseModelSettings(name="tiny", path=str(base), trainer={"backend": "torch"}))
+    backend.open()
+    assert backend.describe()["micro_batch_tokens"] == 1024
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen3(tmp_path_factory.mktemp("base"))
