@@ -7,13 +7,13 @@ take the whole pool.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import shutil
 import tempfile
 from typing import Any
 
+from app import malloc
 from app.gunicorn_worker import ARRIVING, IDLE_A_THREAD
 from app.settings import from_environment
 from app.suspension import SUSPENDED_A_THREAD
@@ -22,12 +22,7 @@ _settings = from_environment()
 _soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (_hard, _hard))
 
-_libc = ctypes.CDLL(None)
-_M_MMAP_THRESHOLD = -3
-if hasattr(_libc, "mallopt"):
-    # glibc raises this limit to the size of each large body that it frees, and then every thread's arena keeps up to
-    # twice as much: 50 MiB stayed after a few bodies of 16 MiB. A limit that was set stays, and bodies are given back.
-    _libc.mallopt(_M_MMAP_THRESHOLD, 2**20)
+malloc.give_large_blocks_back()
 
 bind = f"{_settings.api.host}:{_settings.api.port}"
 workers = _settings.api.processes

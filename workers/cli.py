@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from app import settings
+from app import malloc, settings
 from app.dispatch import sample_queue, train_queue
 from app.errors import SetupError
 from app.settings.gpus import for_each
@@ -30,6 +30,7 @@ def run_trainer() -> None:
     parser.add_argument("--full", action="store_true", help="train all of its weights, not adapters")
     _add_worker_options(parser)
     arguments = parser.parse_args()
+    malloc.share_arenas()
     try:
         everything = settings.from_environment()
         base = everything.base_model(arguments.base)
@@ -89,6 +90,7 @@ def run_sampler() -> None:
     parser.add_argument("--full", action="store_true", help="sample fully fine-tuned models, not adapters")
     _add_worker_options(parser)
     arguments = parser.parse_args()
+    malloc.share_arenas()
     try:
         base = settings.from_environment().base_model(arguments.base)
         if base is None:

@@ -1,13 +1,15 @@
-"""Counts a server's file descriptors without those that its clients keep open."""
+"""Counts of a server's memory and file descriptors, without what the system or its clients decide."""
 
 from __future__ import annotations
 
+import mmap
 import socket
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 
-from tests.soak.measure import descriptors
+from tests.soak.measure import anonymous, descriptors
 
 
 def test_connections_of_clients_do_not_count_and_those_that_the_server_forgets_to_close_do():
@@ -27,3 +29,16 @@ def test_connections_of_clients_do_not_count_and_those_that_the_server_forgets_t
         for connection in accepted[:3]:
             connection.close()
         assert descriptors(own, port) - idle == 2
+
+
+def test_pages_of_a_file_do_not_count_and_written_memory_does(tmp_path: Path):
+    own, size = psutil.Process(), 64 * 2**20
+    (tmp_path / "file").write_bytes(bytes(size))
+    before, rss = anonymous(own), own.memory_info().rss
+    with (tmp_path / "file").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[page] for page in range(0, size, mmap.PAGESIZE)) == 0
+        assert own.memory_info().rss - rss > size / 2
+        assert abs(anonymous(own) - before) < size / 2
+    written = bytearray(b"1" * size)
+    assert anonymous(own) - before > size / 2
+    del written

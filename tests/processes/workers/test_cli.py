@@ -30,6 +30,28 @@ def run_worker(*_):
 cli.run_worker = run_worker
 cli.run_{kind}()
 """
+# As ALONE, with twelve threads that allocate while all of them live; prints glibc's own description of its arenas.
+THREADS = """
+import ctypes, sys, threading
+from workers import cli
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
+def run_worker(*_):
+    all_alive = threading.Barrier(12)
+    def allocate():
+        all_alive.wait()
+        libc.malloc(10_000)
+        all_alive.wait()
+    threads = [threading.Thread(target=allocate) for _ in range(12)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    output = ctypes.c_void_p(libc.fopen(b"/dev/stdout", b"w"))
+    libc.malloc_info(0, output)
+    libc.fclose(output)
+    sys.exit()
+cli.run_worker = run_worker
+cli.run_{kind}()
+"""
 UNBOUND = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_") and name != "LOCAL_RANK"}
 
 
@@ -74,3 +96,10 @@ def test_a_worker_of_one_process_is_bound_before_it_imports_torch(
 ) -> None:
     printed = worker(tmp_path, ["-c", ALONE.format(kind=kind)], toml, *options)
     assert printed.strip() == f"{bound} False"
+
+
+@pytest.mark.parametrize("kind", ["trainer", "sampler"])
+def test_threads_of_a_worker_share_a_few_arenas(kind: str, tmp_path: Path) -> None:
+    """Each keeps what its threads once needed. Without a limit there is one for each thread, up to eight a core."""
+    printed = worker(tmp_path, ["-c", THREADS.format(kind=kind)], "", MALLOC_ARENA_TEST="64")
+    assert 1 < printed.count("<heap nr=") <= 4
