@@ -89,7 +89,9 @@ class SamplerSettings(Section):
     tensor_parallel: int = Field(1, ge=1, description="vLLM tensor parallel size")
     memory_share: float = Field(0.85, gt=0, le=1, description="share of GPU memory (of 4 GiB on a CPU) vLLM may take")
     max_loras: int = Field(8, ge=1, description="adapters that run at the same time; the others wait for their turns")
-    max_batch: int = Field(64, ge=1, description="sequences decoded together")
+    max_batch: int = Field(
+        0, ge=0, description="sequences decoded together; 0: 64, and in vLLM on a GPU 256, or 1,024 from 70 GiB on"
+    )
     queue_requests: int = Field(
         20_000, ge=1, description="most unfinished sampling requests of this base; further ones get 429"
     )
@@ -114,6 +116,11 @@ class SamplerSettings(Section):
         """GPUs that one sampler uses."""
         others = (self.engine_args.get(name) for name in ("pipeline_parallel_size", "data_parallel_size"))
         return self.tensor_parallel * prod(size for size in others if isinstance(size, int))
+
+    @property
+    def loaded_loras(self) -> int:
+        """Adapters that stay loaded: one that comes back within four turns is not read again."""
+        return 4 * self.max_loras
 
     @property
     def gpu_share(self) -> float:

@@ -18,6 +18,7 @@ _NUMBER_OR_AUTO = {
     "anyOf": [{"exclusiveMinimum": 0, "type": "integer"}, {"const": "auto", "type": "string"}],
     "default": "auto",
 }
+_CHOSEN = {"default": 0, "minimum": 0, "type": "integer"}
 _CHECKPOINT = "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
 # Only summaries and descriptions of these differ: they are in plainer words.
 _REWORDED = {
@@ -67,6 +68,8 @@ CHANGED: dict[str, dict[str, Any]] = {
         "base_models.dtype": {"default": "auto", "enum": _DTYPES, "type": "string"},
         # It was false, and a long datum ran out of memory.
         **{f"base_models.{section}.activation_checkpointing": _OR_AUTO for section in ("trainer", "full")},
+        # It was 64; 0 chooses by the GPU.
+        **{f"base_models.{section}.max_batch": _CHOSEN for section in ("sampler", "full_sampler")},
         # It was 1024, which keeps no GPU busy.
         **{f"base_models.{section}.micro_batch_tokens": _NUMBER_OR_AUTO for section in ("trainer", "full")},
     },
@@ -74,6 +77,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "base_models[0].max_rank": 128,
         **{f"base_models[0].{section}.activation_checkpointing": "auto" for section in ("trainer", "full")},
         **{f"base_models[0].{section}.micro_batch_tokens": "auto" for section in ("trainer", "full")},
+        **{f"base_models[0].{section}.max_batch": 0 for section in ("sampler", "full_sampler")},
     },
     # A checkpoint's answer also has its base model; a served model's has what adapters cover, and who refuses it.
     # Uploads are a group of routes of their own.

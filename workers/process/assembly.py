@@ -50,9 +50,6 @@ if TYPE_CHECKING:
 
 _SETTLE_S = 5.0
 
-# A sampler keeps this many adapters loaded for each that may run: one that comes back soon is not read again.
-_LOADED_PER_TURN = 4
-
 
 def start(settings: Settings, celery: Celery, node: str, queues: list[str]) -> str:
     """Becomes the trainer or sampler that `queues` names; returns the name of the second queue, which only this node
@@ -111,11 +108,11 @@ def _adapter_facts(adaptable: Adaptable) -> dict[str, Any]:
 
 
 def _start_sampler(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
-    from workers.backends.sampling.base import create
+    from workers.backends.sampling.base import create, settled
     from workers.models.base_model import check_adaptable
     from workers.models.routers import check_replayable
 
-    base = base.for_full_sampler() if full else base
+    base = settled(base.for_full_sampler() if full else base)
     if base.router_replay:
         check_replayable(base)
     if not full:
@@ -336,7 +333,7 @@ def _adapters(parts: Parts, serving: Serving[SamplerBackend], fair_queue: FairQu
     nearby, cache, sampler = parts.shm_folder, parts.empty_cache(), serving.base.sampler
     files = AdapterFiles(parts.store, parts.records, nearby, cache, sampler.cache_bytes, request_owner)
     at_a_time = 1 if serving.full else sampler.max_loras
-    loaded = 1 if serving.full else _LOADED_PER_TURN * at_a_time
+    loaded = 1 if serving.full else sampler.loaded_loras
     return Adapters(serving.backend, files, AdapterScheduler(at_a_time, fair_queue), loaded)
 
 

@@ -23,7 +23,7 @@ from app.errors import ServerOpError
 from app.settings import BaseModelSettings
 from workers.backends.failures import StallDetector
 from workers.backends.sampling import vocabulary
-from workers.backends.sampling.base import Aborted, RequestHandle, check_request
+from workers.backends.sampling.base import Aborted, RequestHandle, check_request, settled
 from workers.backends.sampling.shares import Demand, grant, surplus
 from workers.backends.sampling.transformers import kv_cache
 from workers.backends.sampling.transformers.batch import RunningBatch, fits, prefill
@@ -39,7 +39,7 @@ class TransformersSampler:
     _recorder: routers.Recorder | None = None
 
     def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
-        self._settings, self._full = settings, full
+        self._settings, self._full = settled(settings), full
 
     def open(self) -> BaseModelInfo:
         kv_cache.check_samples(self._settings)

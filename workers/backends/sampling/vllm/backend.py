@@ -21,7 +21,7 @@ from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import OpError, ServerOpError, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends.sampling import token_sampler, vocabulary
-from workers.backends.sampling.base import RequestHandle, check_request, token_limit
+from workers.backends.sampling.base import RequestHandle, check_request, settled, token_limit
 from workers.backends.sampling.vllm import engine as vllm_engine
 from workers.backends.sampling.vllm import patches
 from workers.backends.sampling.vllm import requests as vllm_requests
@@ -37,9 +37,9 @@ class VllmSampler:
     _weights: VllmAdapters | VllmFullFinetuneModel
 
     def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
-        self._settings, self._full = settings, full
+        self._settings, self._full = settled(settings), full
         self._request_numbers = count(1)
-        self._slots = SequenceSlots(settings.sampler.max_batch)
+        self._slots = SequenceSlots(self._settings.sampler.max_batch)
 
     def open(self) -> BaseModelInfo:
         if self._settings.router_replay:

@@ -335,9 +335,12 @@ def lora_rank(max_rank: int) -> int:
 
 
 def _adapters(settings: BaseModelSettings, on_gpu: bool) -> dict[str, Any]:
+    of_base = int(not on_gpu)  # on a CPU the base takes one slot (see VllmAdapters)
     return {
         "enable_lora": True,
-        "max_loras": settings.sampler.max_loras + (not on_gpu),  # on a CPU the base takes one slot (see VllmAdapters)
+        "max_loras": settings.sampler.max_loras + of_base,
+        # vLLM keeps no more than max_loras by itself, and reads the others from their files again at each turn.
+        "max_cpu_loras": settings.sampler.loaded_loras + of_base,
         "max_lora_rank": lora_rank(settings.max_rank),
     }
 

@@ -100,6 +100,8 @@ def test_the_operators_engine_arguments_win():
     assert (args["max_num_seqs"], args["seed"], args["max_model_len"], args["max_lora_rank"]) == (9, 1, 100, 32)
     # On a CPU the base model takes a fourth slot, and half of 4 GiB is 2.
     assert (args["max_loras"], args["kv_cache_memory_bytes"]) == (4, 2 * 2**30)
+    # All adapters that the sampler keeps loaded stay in vLLM's memory.
+    assert args["max_cpu_loras"] == sampler.loaded_loras + 1 == 13
 
 
 def test_likeliest_tokens_beyond_vllms_own_20_are_given():
