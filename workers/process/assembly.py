@@ -108,11 +108,11 @@ def _adapter_facts(adaptable: Adaptable) -> dict[str, Any]:
 
 
 def _start_sampler(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
-    from workers.backends.sampling.base import create, settled
+    from workers.backends.sampling.base import create
     from workers.models.base_model import check_adaptable
     from workers.models.routers import check_replayable
 
-    base = settled(base.for_full_sampler() if full else base)
+    base = base.for_full_sampler() if full else base
     if base.router_replay:
         check_replayable(base)
     if not full:
@@ -281,7 +281,7 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
     oplog, queue, backend, sampler = parts.oplog, serving.queue, serving.backend, serving.base.sampler
     fair_queue, running_requests, publisher = FairQueue(), RunningRequests(), TokenPublisher(parts.streams)
     adapters = _adapters(parts, serving, fair_queue)
-    batch_admission = BatchAdmission(fair_queue, _weights(parts), sampler.max_batch)
+    batch_admission = BatchAdmission(fair_queue, _weights(parts), backend.batch)
     throttled = ThrottledDispatch(oplog, parts.dispatcher.send, queue, fair_queue.most_served)
     runner = SampleRunner(
         oplog,
@@ -303,7 +303,7 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
     # An orderly stop would wait for requests that never come back.
     watchdog = _watchdog(parts, serving, exit_process)
     role = sampler_role(full=serving.full)
-    heartbeat = _heartbeat(parts, serving, role, watchdog, sampler.max_batch, sampler.concurrency)
+    heartbeat = _heartbeat(parts, serving, role, watchdog, backend.batch, sampler.concurrency)
     probe = Probe(backend, watchdog, parts.settings.engine.healthy_s)
 
     def close() -> None:

@@ -33,6 +33,8 @@ from app.errors import SetupError, TinsmithError, UserOpError
 from app.settings import NO_VLLM, BaseModelSettings
 
 log = logging.getLogger(__name__)
+BATCH = 64
+"""Sequences decoded together where the settings say 0, but for vLLM on a GPU."""
 OnTokens = Callable[[int, Sequence[int], Sequence[float]], None]
 """Called with i, further tokens of sample i, and their logprobs, in order. The engine's thread calls it, so it must not
 block."""
@@ -45,6 +47,11 @@ class SamplerBackend(Protocol):
 
     def open(self) -> BaseModelInfo:
         """Load the engine. Called once, before anything else."""
+        ...
+
+    @property
+    def batch(self) -> int:
+        """Sequences that it decodes together. Known once it is open."""
         ...
 
     def load(self, adapter_id: str, folder: Path) -> None:
@@ -143,36 +150,13 @@ def create(settings: BaseModelSettings, *, full: bool = False) -> SamplerBackend
     # The process is bound to its part of the devices (workers/cli.py).
     bound = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if settings.sampler.devices else []
     check_devices(bound, gpus)
-    settings = settled(settings)
-    if settings.sampler.backend == "vllm":
+    if choose(settings.sampler.backend, gpus, vllm=find_spec("vllm") is not None) == "vllm":
         from workers.backends.sampling.vllm.backend import VllmSampler
 
         return VllmSampler(settings, full=full)
     from workers.backends.sampling.transformers.backend import TransformersSampler
 
     return TransformersSampler(settings, full=full)
-
-
-def settled(settings: BaseModelSettings) -> BaseModelSettings:
-    """Returns the settings with the sampler's backend and `max_batch` chosen for this machine, where they leave it
-    open."""
-    import torch
-
-    sampler, gpus = settings.sampler, torch.cuda.device_count()
-    backend = choose(sampler.backend, gpus, vllm=find_spec("vllm") is not None)
-    memory = torch.cuda.get_device_properties(0).total_memory if gpus else 0
-    found = {"backend": backend, "max_batch": sampler.max_batch or choose_batch(backend, memory)}
-    return settings.model_copy(update={"sampler": sampler.model_copy(update=found)})
-
-
-def choose_batch(backend: str, memory: int) -> int:
-    """Returns the sequences that `backend` decodes together on a GPU with so many bytes, or on a CPU (0 bytes).
-
-    vLLM takes as many by itself on a GPU (`EngineArgs.get_batch_defaults` of 0.32).
-    """
-    if backend != "vllm" or not memory:
-        return 64
-    return 1024 if memory >= 70 * 2**30 else 256
 
 
 def choose(asked: str, gpus: int, *, vllm: bool) -> str:

@@ -43,6 +43,8 @@ class SlowTrainer(VectorBackend):
 
 
 class SlowSampler:
+    batch = 64
+
     def sample(
         self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
     ) -> SampleOutput:

@@ -47,6 +47,8 @@ def backend(base: BaseModelSettings) -> Iterator[SamplerBackend]:
 class Engine:
     """The parts of an engine that no request asks for."""
 
+    batch = 64
+
     def healthy(self) -> bool:
         return True
 

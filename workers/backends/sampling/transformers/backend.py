@@ -23,7 +23,7 @@ from app.errors import ServerOpError
 from app.settings import BaseModelSettings
 from workers.backends.failures import StallDetector
 from workers.backends.sampling import vocabulary
-from workers.backends.sampling.base import Aborted, RequestHandle, check_request, settled
+from workers.backends.sampling.base import BATCH, Aborted, RequestHandle, check_request
 from workers.backends.sampling.shares import Demand, grant, surplus
 from workers.backends.sampling.transformers import kv_cache
 from workers.backends.sampling.transformers.batch import RunningBatch, fits, prefill
@@ -39,7 +39,8 @@ class TransformersSampler:
     _recorder: routers.Recorder | None = None
 
     def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
-        self._settings, self._full = settled(settings), full
+        self._settings, self._full = settings, full
+        self.batch = settings.sampler.max_batch or BATCH
 
     def open(self) -> BaseModelInfo:
         kv_cache.check_samples(self._settings)
@@ -51,7 +52,7 @@ class TransformersSampler:
             routers.wrap(self._base.model)
             self._recorder = routers.Recorder()
         kv_cache.use_decode_attention(self._base.model)
-        self._engine = Engine(self._base.model, self._base.device, self._settings.sampler.max_batch)
+        self._engine = Engine(self._base.model, self._base.device, self.batch)
         self._weights = FullFinetuneModel(self._base, self._engine) if self._full else Adapters(self._base)
         return self._base.info
 

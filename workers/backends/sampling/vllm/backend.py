@@ -21,25 +21,25 @@ from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import OpError, ServerOpError, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends.sampling import token_sampler, vocabulary
-from workers.backends.sampling.base import RequestHandle, check_request, settled, token_limit
+from workers.backends.sampling.base import RequestHandle, check_request, token_limit
 from workers.backends.sampling.vllm import engine as vllm_engine
 from workers.backends.sampling.vllm import patches
 from workers.backends.sampling.vllm import requests as vllm_requests
 from workers.backends.sampling.vllm.engine import EngineThread
 from workers.backends.sampling.vllm.requests import Sample, may_read_cache
-from workers.backends.sampling.vllm.slots import SequenceSlots
+from workers.backends.sampling.vllm.slots import SequenceSlots, without_reserve
 from workers.models import base_model, experts, full_weights, lora, packed, peft_files
 
 
 class VllmSampler:
     """A SamplerBackend (workers/backends/sampling/base.py) over vLLM's own processes."""
 
+    batch: int
     _weights: VllmAdapters | VllmFullFinetuneModel
 
     def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
-        self._settings, self._full = settled(settings), full
+        self._settings, self._full = settings, full
         self._request_numbers = count(1)
-        self._slots = SequenceSlots(self._settings.sampler.max_batch)
 
     def open(self) -> BaseModelInfo:
         if self._settings.router_replay:
@@ -67,6 +67,8 @@ class VllmSampler:
             self._settings, info.max_context, str(dtype).removeprefix("torch."), full=self._full
         )
         self._engine = self._start(arguments, packed.format_of(skeleton.config, self._settings.name))
+        self.batch = without_reserve(self._engine.engine.vllm_config.scheduler_config.max_num_seqs)
+        self._slots = SequenceSlots(self.batch)
         if self._full:
             self._weights = VllmFullFinetuneModel(self._engine, skeleton)
         else:

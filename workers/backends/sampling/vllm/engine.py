@@ -20,7 +20,7 @@ from app.domain.sampling import MAX_TOP
 from app.errors import ServerOpError, SetupError, UnservableModel
 from app.settings import BaseModelSettings
 from workers.backends.failures import StallDetector
-from workers.backends.sampling.base import Aborted, RequestHandle
+from workers.backends.sampling.base import BATCH, Aborted, RequestHandle
 from workers.backends.sampling.vllm.slots import with_reserve
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE, Extension
 from workers.models import coverage
@@ -313,13 +313,13 @@ def engine_args(settings: BaseModelSettings, max_context: int, dtype: str, *, fu
         "tokenizer": local_path(settings.tokenizer or settings.path),
         "dtype": dtype,
         "max_model_len": max_context,
-        "max_num_seqs": with_reserve(sampler.max_batch),
         "tensor_parallel_size": sampler.tensor_parallel,
         "enforce_eager": not on_gpu,  # compiling for the CPU takes 80 s and gains little
         "logprobs_mode": "raw_logprobs",
         "max_logprobs": MAX_TOP,  # vLLM's own limit is 20
         "disable_log_stats": True,
         "worker_extension_cls": f"{Extension.__module__}.{Extension.__name__}",
+        **_sequences(sampler.max_batch, on_gpu),
         **_memory(sampler.memory_share, on_gpu),
         **({} if full else _adapters(settings, on_gpu)),
         **sampler.engine_args,
@@ -343,6 +343,11 @@ def _adapters(settings: BaseModelSettings, on_gpu: bool) -> dict[str, Any]:
         "max_cpu_loras": settings.sampler.loaded_loras + of_base,
         "max_lora_rank": lora_rank(settings.max_rank),
     }
+
+
+def _sequences(most: int, on_gpu: bool) -> dict[str, int]:
+    """With 0 vLLM chooses by the GPU: 256, or 1,024 from 70 GiB on (`EngineArgs.get_batch_defaults` of 0.32)."""
+    return {} if on_gpu and not most else {"max_num_seqs": with_reserve(most or BATCH)}
 
 
 def _memory(share: float, on_gpu: bool) -> dict[str, float]:

@@ -25,6 +25,11 @@ def with_reserve(slots: int) -> int:
     return slots + max(1, slots // _RESERVE)
 
 
+def without_reserve(sequences: int) -> int:
+    """Returns the number of slots for an engine that decodes so many sequences at once."""
+    return sequences - max(1, sequences // (_RESERVE + 1))
+
+
 class SequenceSlots:
     """Slots for sequences. Used only in the engine's loop."""
 

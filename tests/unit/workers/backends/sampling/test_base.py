@@ -4,7 +4,7 @@ import pytest
 
 from app.errors import SetupError
 from app.settings import BaseModelSettings, SamplerSettings
-from workers.backends.sampling.base import check_devices, choose, choose_batch, create, settled
+from workers.backends.sampling.base import check_devices, choose, create
 
 
 def settings(backend: str, path: str = "x") -> BaseModelSettings:
@@ -35,20 +35,6 @@ def test_a_gpu_without_vllm_gets_transformers_and_one_line_with_the_command_that
     assert choose("auto", 2, vllm=False) == "transformers"
     [line] = caplog.messages
     assert 'pip install "tinsmith[vllm]"' in line and "make setup GPU=1" in line
-
-
-@pytest.mark.parametrize(
-    ("backend", "gib", "batch"),
-    [("vllm", 80, 1024), ("vllm", 24, 256), ("vllm", 0, 64), ("transformers", 80, 64)],
-)
-def test_a_gpu_decodes_as_many_sequences_as_vllm_takes_there(backend, gib, batch):
-    assert choose_batch(backend, gib * 2**30) == batch
-
-
-def test_what_the_settings_leave_open_is_chosen_and_the_rest_stays():
-    assert settled(settings("auto")).sampler == SamplerSettings(backend="transformers", max_batch=64)
-    own = BaseModelSettings(name="tiny", path="x", sampler=SamplerSettings(backend="vllm", max_batch=7, max_loras=2))
-    assert settled(own) == own
 
 
 @pytest.mark.parametrize(

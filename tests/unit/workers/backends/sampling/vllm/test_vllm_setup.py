@@ -5,6 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import BaseModel, ValidationError, field_validator
 
 from app.domain.sampling import MAX_TOP
@@ -102,6 +103,13 @@ def test_the_operators_engine_arguments_win():
     assert (args["max_loras"], args["kv_cache_memory_bytes"]) == (4, 2 * 2**30)
     # All adapters that the sampler keeps loaded stay in vLLM's memory.
     assert args["max_cpu_loras"] == sampler.loaded_loras + 1 == 13
+
+
+@pytest.mark.parametrize(("gpu", "most", "given"), [(False, 0, 72), (True, 0, None), (True, 8, 9)])
+def test_vllm_chooses_the_sequences_on_a_gpu_unless_the_settings_do(gpu, most, given, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    settings = BaseModelSettings(name="n", path="~/m", sampler=SamplerSettings(max_batch=most))
+    assert engine_args(settings, 100, "bfloat16").get("max_num_seqs") == given
 
 
 def test_likeliest_tokens_beyond_vllms_own_20_are_given():
