@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,14 +84,8 @@ class LoadedBase:
             raise UserOpError(f"{self.info.name} is served without images here; send text alone")
 
 
-def load(
-    settings: BaseModelSettings,
-    device: torch.device | None = None,
-    splitting: AbstractContextManager[None] = nullcontext(),  # noqa: B008 - it holds nothing
-) -> LoadedBase:
+def load(settings: BaseModelSettings, device: torch.device | None = None) -> LoadedBase:
     """Loads a local folder or a hub id onto `device` (default: the first GPU, else the CPU).
-
-    Files of plain tensors are read within `splitting`, which may split each weight over ranks.
 
     Only safetensors files are read, and no code of the model's repository is run. Raises SetupError when the path is
     missing or cannot be loaded, when max_context is over the model's own, or when other settings do not go with a
@@ -101,7 +95,7 @@ def load(
     device = device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     dtype = choose_dtype(settings.dtype, device)
     with explained(settings):
-        model = _from_pretrained(settings, dtype, device, splitting)
+        model = _from_pretrained(settings, dtype, device)
         images = reader_of(local_path(settings.path), model)
     model = model.to(device)
     model.eval().requires_grad_(False)
@@ -152,40 +146,34 @@ def _weight_files(folder: Path) -> set[str]:
     return set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
 
 
-def _from_pretrained(
-    settings: BaseModelSettings, dtype: torch.dtype, device: torch.device, splitting: AbstractContextManager[None]
-) -> nn.Module:
+def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype, device: torch.device) -> nn.Module:
     transformers_logging.disable_progress_bar()
     config = read_config(settings)
     kind = auto_class(config)
     source = _source(settings.path, config, settings.name)
     if "state_dict" in source:  # the Auto classes take none
         kind = kind._model_mapping[type(config)]
-    is_plain = "state_dict" not in source
-    quantization = quantized_loading.QuantizeOnLoad(settings.dtype, device) if settings.quantized else None
-    with splitting if is_plain else nullcontext():
-        model, report = kind.from_pretrained(
-            **source,
-            config=config,
-            dtype=dtype,
-            attn_implementation=_attention(config),
-            use_safetensors=True,
-            trust_remote_code=False,
-            quantization_config=quantization,
-            output_loading_info=True,
-        )
-    # The report has no unexpected names where weights were split as they were loaded.
-    _check_whole(report, packed.names(local_path(settings.path)) - model.state_dict().keys() if is_plain else set())
+    model, report = kind.from_pretrained(
+        **source,
+        config=config,
+        dtype=dtype,
+        attn_implementation=_attention(config),
+        use_safetensors=True,
+        trust_remote_code=False,
+        quantization_config=quantized_loading.QuantizeOnLoad(settings.dtype, device) if settings.quantized else None,
+        output_loading_info=True,
+    )
+    _check_whole(report)
     _name(model, settings.path)
     return model  # type: ignore[no-any-return]
 
 
-def _check_whole(report: Mapping[str, Any], left_over: Iterable[str] = ()) -> None:
+def _check_whole(report: Mapping[str, Any]) -> None:
     """Raises ValueError for weights that are not in the files: transformers makes random ones. Also for scales that are
-    left over, by the report or by `left_over`: their weights were read as if they needed none."""
+    left over: their weights were read as if they needed none."""
     if report["missing_keys"]:
         raise ValueError(f"{min(report['missing_keys'])} is missing")
-    if scales := [name for name in (*report["unexpected_keys"], *left_over) if name.endswith(_SCALES)]:
+    if scales := [name for name in report["unexpected_keys"] if name.endswith(_SCALES)]:
         raise ValueError(f"{min(scales)} scales a packed weight, but its config.json has no quantization_config")
 
 

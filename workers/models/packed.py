@@ -125,12 +125,6 @@ def _unpacked(form: Format, reads: Sequence[Callable[[], Tensor]]) -> Tensor:
     return form.unpack(*(read() for read in reads))
 
 
-def names(source: str) -> set[str]:
-    """Returns the names of all tensors in the files of `source`, a folder or a hub id."""
-    opened: list[Any] = [safe_open(file, "pt") for file in _files(source)]
-    return {name for file in opened for name in file.keys()}  # noqa: SIM118 - a handle of safetensors is no dict
-
-
 def _files(source: str) -> Sequence[str]:
     whole = cached_file(source, _WHOLE, _raise_exceptions_for_missing_entries=False)
     if whole is not None:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from datetime import timedelta
 from io import StringIO
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.integrations import deepspeed as transformers_deepspeed
 
 from app.errors import SetupError
 from app.settings import BaseModelSettings, TrainerSettings
@@ -117,7 +116,7 @@ class DeepSpeedBackend(Trainer):
         trainer = self._settings.trainer
         device = rank_device(trainer)
         ranks = _join(trainer, device)
-        base = base_model.load(self._settings, device, _partitioned(self._settings, device))
+        base = base_model.load(self._settings, device)
         trained = self.prepare(base)
         sequence = SequenceGroup.of(ranks, trainer.sequence_parallel)
         in_step = (trainer.zero_stage == 3 and ranks.size > 1) or sequence.size > 1
@@ -159,51 +158,18 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
     return RankGroup(dist.get_rank(), trainer.ranks, control_group(), store)
 
 
-def _config(trainer: TrainerSettings, dtype: torch.dtype) -> dict[str, Any]:
-    """DeepSpeed's own configuration."""
-    zero: dict[str, Any] = {"stage": trainer.zero_stage}
-    if trainer.offload and trainer.zero_stage == 3:
-        zero["offload_param"] = {"device": "cpu"}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero,
-        "bf16": {"enabled": dtype is torch.bfloat16},
-        "zero_allow_untested_optimizer": True,
-    }
-
-
-@dataclass(frozen=True)
-class _Stage3:
-    """Configuration of stage 3 in the form that transformers asks for; its own class needs accelerate."""
-
-    config: Mapping[str, Any]
-
-    def is_zero3(self) -> bool:
-        return True
-
-
-@contextmanager
-def _partitioned(settings: BaseModelSettings, device: torch.device) -> Iterator[None]:
-    """Makes transformers split each weight over the ranks as it loads it, at stage 3. So no rank holds the base whole.
-
-    Rank 0 reads the files, and DeepSpeed sends each rank its part.
-    """
-    if settings.trainer.zero_stage < 3:
-        yield
-        return
-    # transformers has a weak reference alone.
-    stage = _Stage3(_config(settings.trainer, base_model.choose_dtype(settings.dtype, device)))
-    transformers_deepspeed.set_hf_deepspeed_config(stage)
-    try:
-        yield
-    finally:
-        transformers_deepspeed.unset_hf_deepspeed_config()
-
-
 def _initialize(base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerSettings) -> Any:
     """Puts the base in a DeepSpeed engine, its fp32 buffers still in fp32: the bf16 mode would round RoPE's angles."""
     buffers = {name: buffer.clone() for name, buffer in base.model.named_buffers() if buffer.is_floating_point()}
-    config = _config(trainer, base.dtype)
+    zero: dict[str, Any] = {"stage": trainer.zero_stage}
+    if trainer.offload and trainer.zero_stage == 3:
+        zero["offload_param"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": zero,
+        "bf16": {"enabled": base.dtype is torch.bfloat16},
+        "zero_allow_untested_optimizer": True,
+    }
     optimizer = _placeholder(hidden_states, base) if trainer.zero_stage in (1, 2) else None
     for layer in packing.datum_by_datum(base.model):
         # It runs once for each length of its datums. Stage 3 must gather it once, since ranks have different lengths.
