@@ -40,8 +40,8 @@ class TrainerSettings(Section):
     devices: Devices = Field((), description=f"one for each rank: {_DEVICES}")
     micro_batch_tokens: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="tokens in one forward/backward pass: bounds its memory; auto: 1024 on a CPU, up to 8192 on a GPU "
-        "as its memory allows",
+        description="tokens in one forward/backward pass: bounds its memory; auto: 1024, and for adapters on a GPU "
+        "up to 8192 as its memory allows",
     )
     exact: bool | Literal["auto"] = Field(
         "auto", description="run each Op in its own pass, so that its bits depend on no other Op; auto: true on a CPU"
@@ -90,7 +90,7 @@ class SamplerSettings(Section):
     memory_share: float = Field(0.85, gt=0, le=1, description="share of GPU memory (of 4 GiB on a CPU) vLLM may take")
     max_loras: int = Field(8, ge=1, description="adapters that run at the same time; the others wait for their turns")
     max_batch: int = Field(
-        0, ge=0, description="sequences decoded together; 0: 64, and in vLLM on a GPU 256, or 1,024 from 70 GiB on"
+        0, ge=0, description="sequences decoded together; 0: 64, and in vLLM on a GPU as many as vLLM takes by itself"
     )
     queue_requests: int = Field(
         20_000, ge=1, description="most unfinished sampling requests of this base; further ones get 429"

@@ -25,7 +25,9 @@ from ops.bench.report import Goal, Outcome
 from ops.gpu_check import shapes, suites, training
 
 _OUT = Path(__file__).parents[1] / "bench" / "results"
-_IN_MEMORY = Path("/dev/shm")
+# The largest model's files, 16.4 GB, are there if they fit.
+_IN_MEMORY, _ROOM_BYTES = Path("/dev/shm"), 20 * 2**30
+_FIRST = ("gpu", "parity", "optimizer")
 _MFU, _OVER_PEFT, _SHARED = 0.45, 1.5, 0.9
 _GOAL_SIZE, _GOAL_BATCH = "8B", "8k"
 Figures = dict[str, Any]
@@ -38,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     surroundings = machine.surroundings(command)
     [device] = _lines("device", seconds=60 * arguments.minutes)
     figures: Figures = {"device": device}
-    with tempfile.TemporaryDirectory(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None) as made:
+    outcome = Outcome(figures, ())
+    with tempfile.TemporaryDirectory(dir=_IN_MEMORY if _has_room() else None) as made:
         for name, part in _parts(arguments, Path(made)):
             left = ends - time.monotonic()
             figures[name] = part(left) if left > 0 else {"left out": "no time was left"}
@@ -61,10 +64,16 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _parts(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Callable[[float], Figures]]]:
-    for name in arguments.suites:
-        yield name, partial(suites.run, suites.SUITES[name], folder)
+    """The short suites, the sizes, and the suites that may take all of the time left."""
+    parts = {name: partial(suites.run, suites.SUITES[name], folder) for name in arguments.suites}
+    yield from ((name, part) for name, part in parts.items() if name in _FIRST)
     for size in arguments.sizes:
         yield size, partial(_trained, size, folder / size)
+    yield from ((name, part) for name, part in parts.items() if name not in _FIRST)
+
+
+def _has_room() -> bool:
+    return _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM_BYTES
 
 
 def _trained(size: str, folder: Path, seconds: float) -> Figures:
@@ -74,18 +83,21 @@ def _trained(size: str, folder: Path, seconds: float) -> Figures:
     for side in (training.TINSMITH, training.PEFT):
         rows = _lines("training", size, str(folder), side, seconds=ends - time.monotonic())
         found[side] = {row.pop("batch"): row for row in rows}
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     return found
 
 
 def _lines(module: str, *arguments: str, seconds: float) -> list[dict[str, Any]]:
-    """The lines of JSON that a module of this package prints within `seconds`."""
+    """The lines of JSON that a module of this package prints within `seconds`; a last one says how it failed."""
     command = [sys.executable, "-m", f"ops.gpu_check.{module}", *arguments]
+    failed = []
     try:
-        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=True).stdout
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False)
+        printed = done.stdout
+        failed = [{"batch": "the rest", "failed": f"exit code {done.returncode}"}] if done.returncode else []
     except subprocess.TimeoutExpired as late:
         printed = (late.stdout or b"").decode()
-    return [json.loads(line) for line in printed.splitlines(keepends=True) if line.endswith("}\n")]
+    return [json.loads(line) for line in printed.splitlines(keepends=True) if line.endswith("}\n")] + failed
 
 
 def goals(figures: Figures) -> Iterator[Goal]:
@@ -106,7 +118,7 @@ def goals(figures: Figures) -> Iterator[Goal]:
 
 
 def _mfu(figures: Figures) -> Iterator[Goal]:
-    peak = figures["device"]["datasheet_flops"]
+    peak = figures["device"].get("datasheet_flops")
     own = _best_s(figures.get(_GOAL_SIZE, {}).get(training.TINSMITH, {}))
     if peak and _GOAL_BATCH in own:
         flops = shapes.step_flops(shapes.config(_GOAL_SIZE), training.lengths(_GOAL_SIZE)[_GOAL_BATCH])

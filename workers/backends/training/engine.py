@@ -18,7 +18,7 @@ from app.settings import TrainerSettings
 from workers.backends.training import packing, sequence_parallel
 from workers.backends.training.attention import NAME, packed_attention
 from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
-from workers.backends.training.memory import Activations
+from workers.backends.training.memory import LEAST_TOKENS, Activations
 from workers.backends.training.packing import runs_of
 from workers.backends.training.ranks import RankGroup, moved
 from workers.backends.training.sequence_parallel import ALONE, SequenceGroup
@@ -173,14 +173,21 @@ class HiddenStates(nn.Module):
             return self._run(tokens, lengths, owners, hidden, routes)
 
     def micro_batch_tokens(self, device: torch.device) -> int:
-        """Returns the tokens of a micro-batch on `device`: see Activations."""
+        """Returns the tokens of a micro-batch on `device`: see Activations.
+
+        As on a CPU if the base itself is trained: its gradients and optimizer state will take what is free now.
+        """
+        if self._trained():
+            return LEAST_TOKENS
         return self._activations.micro_batch_tokens(device, partial(self._probe, device))
 
     def _probe(self, device: torch.device, count: int) -> None:
         """Runs `count` tokens through the base with an adapter on every linear, unless the base itself is trained."""
-        trained = any(parameter.requires_grad for parameter in self.model.parameters())
-        adapter = None if trained else lora.new_adapter(self.model, _PROBE).to(device)
+        adapter = None if self._trained() else lora.new_adapter(self.model, _PROBE).to(device)
         self._run(torch.zeros(count, dtype=torch.int64, device=device), [count], [(adapter, 1)], True, None)
+
+    def _trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.model.parameters())
 
     def _run(
         self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool, routes: Tensor | None

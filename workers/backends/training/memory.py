@@ -29,7 +29,7 @@ _PROBES = (64, 128)
 # The rest is for the head's chunk, gradients, and what the two small passes cannot show.
 _USABLE = 0.6
 # Tokens of a micro-batch. A GPU is busy from some 2,000 on: layers are computed again rather than run on fewer.
-_ON_CPU, _LEAST, _BUSY, _MOST = 1024, 1024, 2048, 8192
+LEAST_TOKENS, _BUSY, _MOST = 1024, 2048, 8192
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -68,10 +68,10 @@ def micro_batch_tokens(footprint: Footprint, free: int, setting: bool | Literal[
     `setting`: trainer.activation_checkpointing. With "auto" all activations are kept where 2,048 tokens fit so.
     """
     usable = free * _USABLE
-    whole = usable / footprint.whole
+    whole = usable / max(footprint.whole, 1)
     again = usable / (footprint.inputs + footprint.whole / footprint.layers)
     fitting = again if setting is True or (setting == "auto" and whole < _BUSY) else whole
-    return int(min(max(fitting // _LEAST * _LEAST, _LEAST), _MOST))
+    return int(min(max(fitting // LEAST_TOKENS * LEAST_TOKENS, LEAST_TOKENS), _MOST))
 
 
 class Activations:
@@ -114,7 +114,7 @@ class Activations:
         """Returns the tokens of a micro-batch by the memory that is free now; 1,024 on a CPU, so that a result's bits
         depend on no memory. `run` as in `during`."""
         if device.type == "cpu" or not self._layers:
-            return _ON_CPU
+            return LEAST_TOKENS
         return micro_batch_tokens(self._footprint_by(run), free_memory(device), self._setting)
 
     def _footprint_by(self, run: Callable[[int], object]) -> Footprint:

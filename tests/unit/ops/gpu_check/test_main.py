@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ops.gpu_check import shapes, training
-from ops.gpu_check.__main__ import goals
+from ops.gpu_check.__main__ import _lines, goals
 
 DEADLINE_S = 600
 
@@ -51,6 +51,12 @@ def test_goals_compare_the_best_steps() -> None:
         "8B: 16 uneven tenants over one": 0.9,
         "8B, 8k: MFU": pytest.approx(flops / 2.0 / 1e15),
     }
+
+
+def test_a_side_that_crashes_keeps_its_batches_and_says_how_it_ended(tmp_path: Path) -> None:
+    [line] = _lines("training", "tiny", str(tmp_path / "base"), "no such side", seconds=DEADLINE_S)
+    assert line == {"batch": "the rest", "failed": "exit code 1"}
+    assert _lines("device", seconds=0.01) == []
 
 
 def test_a_batch_that_failed_and_a_device_without_a_datasheet_have_no_goal() -> None:

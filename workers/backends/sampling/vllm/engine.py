@@ -146,9 +146,12 @@ def _stopped() -> ServerOpError:
 
 async def _start(engine_args: dict[str, Any]) -> Any:
     from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args))
+    # Of a server's context vLLM has defaults for each kind of GPU. Otherwise it decodes 128 sequences at once on any.
+    context = UsageContext.OPENAI_API_SERVER
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args), usage_context=context)
 
 
 def _tell_steps(engine: Any, progress: Callable[[], None]) -> None:
@@ -336,17 +339,18 @@ def lora_rank(max_rank: int) -> int:
 
 def _adapters(settings: BaseModelSettings, on_gpu: bool) -> dict[str, Any]:
     of_base = int(not on_gpu)  # on a CPU the base takes one slot (see VllmAdapters)
+    at_a_time = settings.sampler.engine_args.get("max_loras", settings.sampler.max_loras + of_base)
     return {
         "enable_lora": True,
-        "max_loras": settings.sampler.max_loras + of_base,
+        "max_loras": at_a_time,
         # vLLM keeps no more than max_loras by itself, and reads the others from their files again at each turn.
-        "max_cpu_loras": settings.sampler.loaded_loras + of_base,
+        "max_cpu_loras": max(at_a_time, settings.sampler.loaded_loras + of_base),
         "max_lora_rank": lora_rank(settings.max_rank),
     }
 
 
 def _sequences(most: int, on_gpu: bool) -> dict[str, int]:
-    """With 0 vLLM chooses by the GPU: 256, or 1,024 from 70 GiB on (`EngineArgs.get_batch_defaults` of 0.32)."""
+    """With 0 vLLM chooses by the GPU: 256, or 1,024 on an H100 or larger (`EngineArgs.get_batch_defaults` of 0.32)."""
     return {} if on_gpu and not most else {"max_num_seqs": with_reserve(most or BATCH)}
 
 

@@ -27,7 +27,7 @@ def with_reserve(slots: int) -> int:
 
 def without_reserve(sequences: int) -> int:
     """Returns the number of slots for an engine that decodes so many sequences at once."""
-    return sequences - max(1, sequences // (_RESERVE + 1))
+    return max(1, sequences - max(1, sequences // (_RESERVE + 1)))
 
 
 class SequenceSlots:

@@ -68,6 +68,12 @@ def test_a_cpus_micro_batch_does_not_depend_on_memory(base: Path, monkeypatch: p
     assert backend.describe()["micro_batch_tokens"] == 1024
 
 
+def test_full_fine_tuning_leaves_a_gpus_memory_to_gradients_and_optimizer_state(base: Path) -> None:
+    backend = backends.create(BaseModelSettings(name="tiny", path=str(base), trainer={"backend": "torch"}), full=True)
+    backend.open()
+    assert backend._engine.hidden_states.micro_batch_tokens(torch.device("cuda")) == 1024
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen3(tmp_path_factory.mktemp("base"))

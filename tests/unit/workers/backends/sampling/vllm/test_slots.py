@@ -14,6 +14,7 @@ SLOTS = 16
 def test_an_engine_has_the_slots_for_which_it_has_the_reserve():
     assert [without_reserve(with_reserve(slots)) for slots in range(1, 2000)] == list(range(1, 2000))
     assert with_reserve(without_reserve(1024)) == 1024
+    assert without_reserve(1) == 1
 
 
 class Engine:
