@@ -1,8 +1,8 @@
 """`python -m ops.gpu_check [--minutes 9] [--suites NAME...] [--sizes SIZE...] [--out FOLDER]`.
 
-Runs the suites of tests, and then trains each size of model, until the time is over. Writes FOLDER/gpu.json after each
-part, so that a run that is cut off leaves what it has, and prints a table. The exit code is 1 when a test fails or a
-goal is missed.
+Runs the short suites of tests, trains each size of model, and runs the other suites, until the time is over. Writes
+FOLDER/gpu.json after each part, so that a run that is cut off leaves what it has, and prints a table. The exit code is
+1 when a test fails or a goal is missed.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ops.gpu_check import shapes, training
-from ops.gpu_check.__main__ import _lines, goals
+from ops.gpu_check.__main__ import _lines, _parse, _parts, goals
 
 DEADLINE_S = 600
 
@@ -51,6 +51,11 @@ def test_goals_compare_the_best_steps() -> None:
         "8B: 16 uneven tenants over one": 0.9,
         "8B, 8k: MFU": pytest.approx(flops / 2.0 / 1e15),
     }
+
+
+def test_suites_that_may_take_all_of_the_time_come_last(tmp_path: Path) -> None:
+    names = [name for name, _ in _parts(_parse([]), tmp_path)]
+    assert names == ["gpu", "parity", "optimizer", "8B", "0.6B", "4B", "architectures", "zero", "vllm", "chaos"]
 
 
 def test_a_side_that_crashes_keeps_its_batches_and_says_how_it_ended(tmp_path: Path) -> None:

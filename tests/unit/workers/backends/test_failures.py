@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from workers.backends import failures
-from workers.backends.failures import StallDetector
+from workers.backends.failures import StallDetector, ran_out_of_memory
 
 
 @pytest.fixture
@@ -37,3 +38,20 @@ def test_calls_that_overlap_stand_still_since_any_of_them_moved(clock: list[floa
             assert still.seconds == 3
         clock[0] += 4
         assert still.seconds == 7
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_a_failed_allocation_is_known_whichever_library_made_it(error: Exception):
+    assert ran_out_of_memory(error)
+
+
+def test_another_error_is_no_failed_allocation():
+    assert not ran_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))

@@ -105,6 +105,12 @@ def test_the_operators_engine_arguments_win():
     assert args["max_cpu_loras"] == sampler.loaded_loras + 1 == 13
 
 
+def test_vllm_keeps_no_fewer_adapters_than_the_operator_lets_run_together():
+    sampler = SamplerSettings(max_loras=2, engine_args={"max_loras": 40})
+    args = engine_args(BaseModelSettings(name="n", path="~/m", sampler=sampler), 100, "float32")
+    assert args["max_loras"] == args["max_cpu_loras"] == 40
+
+
 @pytest.mark.parametrize(("gpu", "most", "given"), [(False, 0, 72), (True, 0, None), (True, 8, 9)])
 def test_vllm_chooses_the_sequences_on_a_gpu_unless_the_settings_do(gpu, most, given, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
