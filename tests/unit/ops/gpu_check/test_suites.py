@@ -37,7 +37,7 @@ def test_a_suite_that_ends_its_process_or_hangs_is_not_ok_and_has_the_end_of_its
 
 
 def test_a_suite_without_its_packages_is_left_out_by_their_name(tmp_path: Path) -> None:
-    assert run(Suite(["tests"], ["pytest", "no_such_package"]), tmp_path, DEADLINE_S) == {
+    assert run(Suite([str(tmp_path)], ["pytest", "no_such_package"]), tmp_path, DEADLINE_S) == {
         "left out": "needs no_such_package"
     }
 
