@@ -57,6 +57,9 @@ class TrainerSettings(Section):
     activation_checkpointing: bool | Literal["auto"] = Field(
         "auto", description="run layers again in the backward pass: less memory, a third more time; auto: where needed"
     )
+    fused_kernels: bool = Field(
+        True, description="on a GPU, compute norms, rotary embeddings and gates with liger-kernel, if it is installed"
+    )
     rank_deadline_s: float = Field(
         600.0, gt=0, description="a rank group restarts after a pass without progress for this long"
     )

@@ -225,5 +225,6 @@ def test_an_adapter_with_nan_weights_fails_its_own_requests_alone(sampler, refer
 def test_describe_says_what_runs(sampler):
     described = sampler.describe()
     assert described["sampler"] in ("TransformersSampler", "VllmSampler")
-    assert (described["dtype"], described["devices"]) == ("float32", ["cpu"])
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    assert (described["dtype"], described["devices"]) == ("float32", [device])
     assert described["adapters"] == sorted(ADAPTERS)

@@ -202,7 +202,7 @@ VLLM_FULL = ("qwen3-moe", "glm4-moe")
 """The cases that `make families` runs there without adapters: the CPU build does not run experts beside them."""
 
 
-def _auto_class(config_class: Any) -> Any:
+def auto_class(config_class: Any) -> Any:
     reads_images = "text_config" in config_class.sub_configs
     return transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
 
@@ -210,7 +210,7 @@ def _auto_class(config_class: Any) -> Any:
 def class_name(case: str) -> str:
     """The model class that transformers builds for the case."""
     config_class = getattr(transformers, f"{CASES[case][0]}Config")
-    return str(_auto_class(config_class)._model_mapping[config_class].__name__)
+    return str(auto_class(config_class)._model_mapping[config_class].__name__)
 
 
 def config_of(case: str, **shape: Any) -> Any:
@@ -230,7 +230,7 @@ def build(case: str, folder: Path, **shape: Any) -> Path:
 
 def save(config: Any, folder: Path) -> Path:
     """Saves a random model of this configuration in `folder`."""
-    auto = _auto_class(type(config))
+    auto = auto_class(type(config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = auto.from_config(config, dtype=torch.float32)

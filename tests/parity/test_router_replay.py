@@ -137,7 +137,7 @@ def chosen_by(trainer: Trainer, run_it: Callable[[], object]) -> np.ndarray:
     run_it()
     for hook in hooks:
         hook.remove()
-    return torch.stack(found, 1).numpy()
+    return torch.stack(found, 1).cpu().numpy()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -95,15 +95,25 @@ def _shapes(pairs: Pairs) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
 
 
 def added(x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None) -> Tensor:
-    """Returns out [T, out] plus each segment's scaling · x Aᵀ Bᵀ, for x [T, in]; in inference mode within `out`.
+    """Adds each segment's scaling · x Aᵀ Bᵀ, for x [T, in], to out [..., out features] in place, unless that is a view.
 
     `ends`, int32 [segments] on the device: where the segments' rows end; None for one segment.
     """
     x = x.contiguous()  # columns in the place of rows would have to start at multiples of 16 bytes
     if torch.is_inference_mode_enabled():
-        return out.add_(_product(_product(x, stack.a.mT, ends), stack.b.mT, ends))
-    found: Tensor = _AddProducts.apply(x, out, stack, ends, *stack.parameters())  # type: ignore[no-untyped-call]
+        _add_(out.view(len(x), -1), _product(x, stack.a.mT, ends), stack.b, ends)
+        return out
+    own = out.clone() if out._is_view() else out  # autograd would copy the gradients of a view
+    found: Tensor = _AddProducts.apply(x, own, stack, ends, *stack.parameters())  # type: ignore[no-untyped-call]
     return found
+
+
+def _add_(rows: Tensor, low: Tensor, b: Tensor, ends: Tensor | None) -> None:
+    """Adds low [T, rank] · Bᵀ to rows [T, out]: for one segment within the product's own kernel."""
+    if ends is None:
+        rows.addmm_(low, b[0].mT)
+    else:
+        rows.add_(_product(low, b.mT, ends))
 
 
 def _product(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
@@ -122,17 +132,19 @@ class _AddProducts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None, *parameters: Tensor) -> Tensor:
         """Computes the output. Autograd must see `parameters`, those of the stack."""
         low = _product(x, stack.a.mT, ends)
+        _add_(out.view(len(x), -1), low, stack.b, ends)
         ctx.stack, ctx.ends = stack, ends
         ctx.save_for_backward(x, low)
-        return out + _product(low, stack.b.mT, ends)
+        ctx.mark_dirty(out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        gradient = grads[0].contiguous()
         x, low = ctx.saved_tensors
+        gradient = grads[0].reshape(len(x), -1).contiguous()
         stack, ends = ctx.stack, ctx.ends
         low_gradient = _product(gradient, stack.b, ends)
         of_x = _product(low_gradient, stack.a, ends)
         of_a = _product(low_gradient.mT, x, ends) * stack.scalings
         of_b = _product(gradient.mT, low, ends).float()
-        return of_x, gradient, None, None, *stack.parts(of_a, of_b)
+        return of_x, grads[0], None, None, *stack.parts(of_a, of_b)

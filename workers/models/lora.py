@@ -173,7 +173,7 @@ class LoraLinear(nn.Module):
         if grouped.suits(flat, rows):
             segments = _segments.get()
             stack = segments.stack(self.path, flat)
-            return out if stack is None else grouped.added(flat, rows, stack, segments.ends(flat)).view(out.shape)
+            return out if stack is None else grouped.added(flat, out, stack, segments.ends(flat))
         runs = list(_runs(_segments.get(), self.path, len(flat)))
         tensors = [tensor for run in runs for pair in run.pairs for tensor in (pair.a, pair.b)]
         if not tensors:

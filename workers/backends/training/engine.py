@@ -22,7 +22,7 @@ from workers.backends.training.memory import LEAST_TOKENS, Activations
 from workers.backends.training.packing import runs_of
 from workers.backends.training.ranks import RankGroup, moved
 from workers.backends.training.sequence_parallel import ALONE, SequenceGroup
-from workers.models import images, lora, quantized, routers
+from workers.models import fused, images, lora, quantized, routers
 from workers.models.base_model import LoadedBase
 from workers.models.images import Picture
 from workers.models.lora import Adapter, LoraLinear
@@ -119,6 +119,7 @@ class HiddenStates(nn.Module):
     Other architectures give hidden states too where nothing else is wanted.
 
     `packed`: datums lie end to end and no token is padding. Otherwise datums are padded on the right to the longest.
+    `fused`: see workers/models/fused.py.
     """
 
     def __init__(
@@ -148,6 +149,8 @@ class HiddenStates(nn.Module):
             model.set_attn_implementation({_text_config(model.config): name})
             packing.prepare(model)
         routers.wrap(model)
+        on_gpu = next(model.parameters()).device.type == "cuda"
+        self.fused = trainer.fused_kernels and on_gpu and fused.fuse(model)
         self._activations = Activations(model, trainer.activation_checkpointing, agreed)
 
     def forward(

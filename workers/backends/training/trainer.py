@@ -108,6 +108,7 @@ class Trainer(ABC):
             "dtype": base.info.dtype,
             "devices": [str(base.device)] * ranks.size if base.device.type == "cpu" else bound_gpus(ranks.size),
             "micro_batch_tokens": self._micro_batch_tokens,
+            "fused_kernels": self._engine.hidden_states.fused,
             "models": len(self._states),
             "models_on_device": len(self._residency),
             **self._engine.describe(),

@@ -46,6 +46,13 @@ def test_auto_is_bfloat16_only_on_a_cpu_that_is_fast_at_it(
     assert base_model.load(settings(folder), torch.device("cpu")).dtype is dtype
 
 
+def test_convolutions_in_fp32_are_computed_in_fp32(folder: Path) -> None:
+    """On a GPU too, as `tests/parity/test_images.py` shows there."""
+    torch.backends.cudnn.allow_tf32 = True
+    base_model.load(settings(folder, dtype="float32"), torch.device("cpu"))
+    assert not torch.backends.cudnn.allow_tf32
+
+
 def test_a_cap_on_attention_scores_is_kept(tmp_path: Path) -> None:
     folder = architectures.build("gemma2", tmp_path)
     base = base_model.load(settings(folder, dtype="float32"), torch.device("cpu"))
