@@ -35,7 +35,7 @@ SUITES: Mapping[str, Suite] = {
     "parity": Suite([f"tests/parity/test_{name}.py" for name in ("training", "tenants", "bf16", "memory")], _TORCH),
     "architectures": Suite(["tests/parity/test_architectures.py"], _TORCH),
     "optimizer": Suite(["tests/parity/test_optimizer.py"], _TORCH),
-    "zero": Suite(["tests/conformance/test_training_backend.py"], (*_TORCH, *_SERVED, "deepspeed")),
+    "zero": Suite(["tests/conformance/test_training_backend.py", "-k", "zero"], (*_TORCH, *_SERVED, "deepspeed")),
     "vllm": Suite(["tests/conformance/test_sampler_backend.py", "-k", "vllm"], (*_TORCH, *_SERVED, "vllm")),
     "chaos": Suite(["tests/chaos"], (*_TORCH, *_SERVED, "deepspeed")),
 }

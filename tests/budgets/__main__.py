@@ -50,8 +50,8 @@ class Case:
 _EVEN, _UNEVEN = [32] * 16, [32 + 3 * datum for datum in range(16)]
 CASES = {
     "1 tenant": Case(1, _EVEN),
-    "1 tenant, 8 times the tokens": Case(1, [8 * length for length in _EVEN]),
     "1 tenant, uneven datums": Case(1, _UNEVEN),
+    "1 tenant, 4 times the tokens": Case(1, [4 * length for length in _UNEVEN]),
     "16 tenants": Case(16, _EVEN),
     "16 uneven tenants": Case(16, _UNEVEN),
 }

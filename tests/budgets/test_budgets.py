@@ -27,13 +27,13 @@ def counts(measured: dict[str, Any]) -> Counts:
 
 
 def test_more_tokens_need_no_more_kernels(counts: Counts) -> None:
-    few, many = counts["1 tenant"], counts["1 tenant, 8 times the tokens"]
+    few, many = counts["1 tenant, uneven datums"], counts["1 tenant, 4 times the tokens"]
     assert {**many, "waits": 0} == {**few, "waits": 0}
 
 
 def test_thousands_of_tokens_are_one_micro_batch(counts: Counts) -> None:
     """A further one would be a further wait."""
-    assert counts["1 tenant, 8 times the tokens"]["waits"] == counts["1 tenant"]["waits"]
+    assert counts["1 tenant, 4 times the tokens"]["waits"] == counts["1 tenant"]["waits"]
 
 
 def test_the_host_waits_once_a_micro_batch_and_twice_an_op(counts: Counts) -> None:

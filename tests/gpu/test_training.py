@@ -1,4 +1,5 @@
-"""Training on a GPU: placement, waits of the host, and memory that runs out. `make gpu-check` runs other tiers too."""
+"""Training on a GPU: placement, kernels, waits of the host, and memory that runs out. `make gpu-check` runs other tiers
+too."""
 
 from __future__ import annotations
 
@@ -73,6 +74,25 @@ def test_the_host_waits_for_the_gpu_thrice_in_a_pass_of_one_micro_batch(trainer:
         torch.cuda.set_sync_debug_mode("default")
     found = [str(wait.message) for wait in waits if "synchroniz" in str(wait.message)]
     assert len(found) <= 3, found
+
+
+def test_a_layer_has_at_most_120_kernels_forward_and_backward(tmp_path: Path) -> None:
+    """With fused kernels: transformers' own norms, rotary embeddings and gates would make them 217."""
+    few, many = (_kernels(tiny_qwen3(tmp_path / str(layers), num_hidden_layers=layers)) for layers in (2, 4))
+    assert many - few <= 2 * 120
+
+
+def _kernels(base: Path) -> int:
+    trainer = open_trainer(base, "bfloat16", micro_batch_tokens=2**14)
+    assert trainer.describe()["fused_kernels"]
+    apply(trainer, "m", Create(LoraSpec(rank=8)))
+    op = ForwardBackward(batch(supervised(0, LENGTHS)), "cross_entropy")
+    run(trainer, "m", op)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run(trainer, "m", op)
+        torch.cuda.synchronize()
+    on_gpu = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(not name.startswith(("Memcpy", "Memset")) for name in on_gpu)
 
 
 def test_an_op_too_large_for_the_gpu_fails_alone_and_changes_nothing(trainer: Trainer, tmp_path: Path) -> None:

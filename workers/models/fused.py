@@ -6,28 +6,47 @@ third of the time of Qwen3-8B's layers, and a third of what autograd keeps of th
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from workers.models.coverage import has_experts
 
+log = logging.getLogger(__name__)
 _ROTATE = "apply_rotary_pos_emb"
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 """Maps query and key [B, heads, T, D], and cos and sin [B, T, rotated part of D], to query and key."""
 
 
+def usable(device: torch.device) -> bool:
+    """Returns whether the kernels run on `device`. If they should but do not, the log says why and what to do."""
+    if device.type != "cuda" or find_spec("liger_kernel") is None:
+        return False
+    from liger_kernel.ops import LigerRMSNormFunction
+
+    try:
+        LigerRMSNormFunction.apply(torch.ones(1, 8, device=device), torch.ones(8, device=device), 1e-6)
+    except Exception as error:  # Triton compiles when a kernel is first used, and passes on any error
+        log.warning(
+            "trainer.fused_kernels is left out, which costs a third of the speed: Triton cannot compile here (%s). It "
+            "needs a C compiler and Python's headers: apt install gcc python3-dev",
+            error,
+        )
+        return False
+    return True
+
+
 def fuse(model: Any) -> bool:
     """Gives a transformers PreTrainedModel the fused kernels that there are for its architecture, in place.
 
-    Returns False, and changes nothing, if liger-kernel is not installed or does not know the architecture.
+    Returns False, and changes nothing, if liger-kernel does not know the architecture.
     """
-    if find_spec("liger_kernel") is None:
-        return False
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     from transformers.integrations.liger import apply_liger_kernel
 

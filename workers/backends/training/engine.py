@@ -69,7 +69,8 @@ class Engine(ABC):
         linear = self.base.model.get_submodule(_HEAD)
         weight = (linear.base if isinstance(linear, LoraLinear) else linear).weight
         with self.gathered(weight):
-            yield LmHead(weight.detach(), _HEAD, rule, self.head_gradient if self.trained else None)
+            gradient = self.head_gradient if self.trained else None
+            yield LmHead(weight.detach(), _HEAD, rule, gradient, self.hidden_states.fused)
 
     def head_name(self) -> str:
         """Returns the name of the head's weight in `trained`: the name of the embedding where the two are tied."""
@@ -119,7 +120,7 @@ class HiddenStates(nn.Module):
     Other architectures give hidden states too where nothing else is wanted.
 
     `packed`: datums lie end to end and no token is padding. Otherwise datums are padded on the right to the longest.
-    `fused`: see workers/models/fused.py.
+    `fused`: layers and head run fused kernels (workers/models/fused.py).
     """
 
     def __init__(
@@ -149,8 +150,9 @@ class HiddenStates(nn.Module):
             model.set_attn_implementation({_text_config(model.config): name})
             packing.prepare(model)
         routers.wrap(model)
-        on_gpu = next(model.parameters()).device.type == "cuda"
-        self.fused = trainer.fused_kernels and on_gpu and fused.fuse(model)
+        self.fused = trainer.fused_kernels and fused.usable(next(model.parameters()).device)
+        if self.fused:
+            fused.fuse(model)
         self._activations = Activations(model, trainer.activation_checkpointing, agreed)
 
     def forward(

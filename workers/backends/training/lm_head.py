@@ -118,21 +118,31 @@ class LmHead:
     """logits = rule(h Wᵀ + adapters). `weight` is [V, hidden]; None where "hidden" states already are logits.
 
     `path` is the head's module path, the key of an adapter's pair. `gradient` collects the weight's own gradient, if
-    the weight is trained.
+    the weight is trained. `fused`: exponentials are computed in one compiled kernel, on a GPU.
     """
 
     weight: Tensor | None
     path: str
     rule: LogitRule
     gradient: WeightGradient | None = None
+    fused: bool = False
 
     def score(self, hidden: Tensor, targets: Tensor, segments: Segments, *, entropy: bool = False) -> Scored:
         """Computes the logprobs of targets, int64 [T, K], from hidden [T, hidden size]; the segments add up to T."""
         products, parts = self._products(hidden, segments)
         picked, picked_slopes = self._logits_(products.gather(-1, targets).float())
-        total = torch.empty(len(hidden), 1, dtype=torch.float32, device=hidden.device)
+        slopes = torch.ones_like(picked) if picked_slopes is None else picked_slopes
+        entropies = torch.empty(len(hidden), 1, dtype=torch.float32, device=hidden.device) if entropy else None
+        if self.fused and entropies is None and self.rule.scale == 1 and self.rule.cap is None:
+            exps, total, norm = _compiled()(products)
+        else:
+            exps, (total, norm) = products, self._exponentials_(products, entropies)
+        return Scored(hidden, targets, picked - norm, exps, total, slopes, parts, entropies)
+
+    def _exponentials_(self, products: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Turns products into `exps`, and fills in the entropies; returns fp32 [T, 1] the rows' sums and log Z."""
+        total = torch.empty(len(products), 1, dtype=torch.float32, device=products.device)
         norm = torch.empty_like(total)
-        entropies = torch.empty_like(total) if entropy else None
         for rows in _slices(len(products), chunk_sizes(products.device).work // products.shape[1]):
             y, slopes = self._logits_(products[rows].float())
             top = y.amax(-1, keepdim=True)
@@ -143,8 +153,7 @@ class LmHead:
                 entropies[rows] = _entropy(below, y, total[rows])
             torch.add(total[rows].log(), top, out=norm[rows])
             products[rows] = y if slopes is None else y.mul_(slopes)
-        slopes = torch.ones_like(picked) if picked_slopes is None else picked_slopes
-        return Scored(hidden, targets, picked - norm, products, total, slopes, parts, entropies)
+        return total, norm
 
     def backward(self, scored: Scored, gradient: Tensor) -> Tensor:
         """Returns the gradient in `scored.hidden`, of its dtype, from the gradient in the logprobs (fp32 [T, K]).
@@ -222,6 +231,25 @@ class LmHead:
         _add_grad(pair.a, low_gradient.t() @ hidden)
         _add_grad(pair.b, exps.t() @ (part.low.float() * factor).to(hidden.dtype))
         return (low_gradient @ part.a).float()
+
+
+def _exponentials(products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `exps` of logits [T, V], and fp32 [T, 1] their sums and log Z, without caps and entropies."""
+    y = products.float()
+    top = y.amax(-1, keepdim=True)
+    exps = (y - top).exp()
+    total = exps.sum(-1, keepdim=True)
+    return exps.to(products.dtype), total, total.log() + top
+
+
+@cache
+def _compiled() -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """`_exponentials` in two passes over the logits instead of six: on an H100 3 ms of 8,192 rows of 151,936 instead of
+    17. Compiling takes some seconds, in this process alone."""
+    from torch._inductor import config  # which takes 2 s
+
+    config.compile_threads = 1
+    return torch.compile(_exponentials, dynamic=True)
 
 
 def _entropy(below: Tensor, exps: Tensor, total: Tensor) -> Tensor:

@@ -97,6 +97,23 @@ def test_given_logits_are_read_like_a_heads_and_left_alone() -> None:
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_exponentials_are_those_of_the_loop(dtype: torch.dtype) -> None:
+    """As a GPU computes them."""
+    torch.manual_seed(0)
+    weight, hidden = torch.randn(VOCAB, WIDTH).to(dtype), torch.randn(ROWS, WIDTH).to(dtype)
+    targets, segments = torch.randint(0, VOCAB, (ROWS, 2)), [(adapter(1, 4), ROWS)]
+    with torch.no_grad():
+        loop, compiled = (
+            LmHead(weight, "lm_head", LogitRule(), fused=fused).score(hidden, targets, segments)
+            for fused in (False, True)
+        )
+    for name in ("logprobs", "exps", "total"):
+        found, wanted = getattr(compiled, name), getattr(loop, name)
+        assert found.dtype is wanted.dtype
+        torch.testing.assert_close(found, wanted)
+
+
 def test_bfloat16_logits_are_reduced_in_fp32_and_confident_targets_keep_their_gradient() -> None:
     torch.manual_seed(0)
     logits = torch.randn(ROWS, 4096).bfloat16()
