@@ -55,7 +55,7 @@ class TrainerSettings(Section):
         description="wait of a shared pass for recently active models, or a fifth of the last pass if longer; 0: none",
     )
     activation_checkpointing: bool | Literal["auto"] = Field(
-        "auto", description="run layers again in the backward pass: less memory, a third more time; auto: where needed"
+        "auto", description="run layers again in the backward pass: less memory, a third more time; auto: as needed"
     )
     fused_kernels: bool = Field(
         True, description="on a GPU, compute norms, rotary embeddings and gates with liger-kernel, if it is installed"

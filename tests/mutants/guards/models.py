@@ -27,9 +27,31 @@ MUTANTS = (
     Mutant(
         "memory: a pass that does not fit is computed again",
         "workers/backends/training/memory.py",
-        "    if tokens * footprint.whole <= usable:\n",
-        "    if True:\n",
-        f"{_UNIT}/test_memory.py::test_the_choice_keeps_as_much_as_six_tenths_of_the_free_memory_hold",
+        "if tokens * footprint.peak(again) <= usable)",
+        "if True)",
+        f"{_UNIT}/test_memory.py::test_no_more_layers_are_computed_again_than_do_not_fit",
+    ),
+    Mutant(
+        "memory: the first layers are computed again, not the last",
+        "workers/backends/training/memory.py",
+        "= place < count",
+        "= place >= len(self._layers) - count",
+        "tests/parity/test_memory.py"
+        "::test_sixteen_uneven_tenants_have_the_same_bits_whichever_layers_are_computed_again[1-torch]",
+    ),
+    Mutant(
+        "memory: layers of a vision tower do not count",
+        "workers/backends/training/memory.py",
+        "self._layers = [*many, *(",
+        "self._layers = [*(",
+        f"{_UNIT}/test_memory.py::test_layers_of_a_vision_tower_are_neither_counted_nor_computed_again",
+    ),
+    Mutant(
+        "memory: the head's part of a GPU is not used twice",
+        "workers/backends/training/memory.py",
+        "(free - head) * _USABLE_ON_GPU",
+        "free * _USABLE_ON_GPU",
+        f"{_UNIT}/test_memory.py::test_of_a_gpus_memory_the_head_takes_its_part_and_gradients_a_fifth_of_the_rest",
     ),
     Mutant(
         "passes: a chunk's logits stop growing with the vocabulary",

@@ -36,6 +36,12 @@ class ChunkSizes:
     work: int
     kept: int
 
+    def bytes(self, logits: int, itemsize: int) -> int:
+        """Returns the most that the head takes at once, for so many logits of `itemsize` bytes: what is kept, the rows
+        of a chunk that have a gradient, and the work."""
+        chunk = self.rows * 2**17
+        return (min(logits, self.kept) + min(logits, chunk)) * itemsize + min(logits, self.work) * 4
+
 
 @cache
 def chunk_sizes(device: torch.device) -> ChunkSizes:

@@ -1,16 +1,16 @@
 """The choice of what autograd keeps of a pass: made from the number of its tokens and the memory that is free.
 
-A layer keeps all of its activations, or its input alone and computes the rest again in the backward pass, or its input
-in host memory. The same operations run in each case, so on a CPU the results have the same bits.
+A layer keeps all of its activations, or its input alone and computes the rest again in the backward pass. Only as many
+layers are computed again as do not fit. If all are and their inputs do not fit, these lie in host memory. The same
+operations run in each case, so on a CPU the results have the same bits.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,54 +22,60 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.errors import SetupError
+from workers.backends.training.lm_head import chunk_sizes
 from workers.models import lora, routers
 
 # Tokens of the two passes that measure. Their difference cancels what does not grow with the tokens, such as weights.
 _PROBES = (64, 128)
-# The rest is for the head's chunk, gradients, and what the two small passes cannot show.
+# The part of the free memory that activations may take. On a GPU the head's part is taken off first, and the rest is
+# for gradients, for the temporaries of a layer's backward pass and for fragments.
+_USABLE_ON_GPU = 0.8
+# On a CPU other processes take memory too, and a base that is trained has gradients of its own size.
 _USABLE = 0.6
 # Tokens of a micro-batch. A GPU is busy from some 2,000 on: layers are computed again rather than run on fewer.
 LEAST_TOKENS, _BUSY, _MOST = 1024, 2048, 8192
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-class Kept(IntEnum):
-    """The tensors that a layer keeps for its backward pass, from the most memory to the least."""
-
-    ALL = 0
-    INPUTS = 1
-    INPUTS_ON_HOST = 2
-
-
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of one token: `whole`, the activations of all layers; `inputs`, the inputs of all layers; `layers`: their
-    number."""
+    """Bytes of one token: `whole`, all activations; `layers`, those of each layer, in the order in which they run;
+    `input`, a layer's input."""
 
     whole: float
-    inputs: float
-    layers: int
+    layers: Sequence[float]
+    input: float
+
+    def peak(self, again: int) -> float:
+        """Returns the bytes of one token in a pass that computes the first `again` layers again.
+
+        The first ones, because the backward pass comes to them last. By then it has freed the activations of the
+        others, and a layer that is computed again takes their place. The last layers would come on top of them all.
+        One layer is counted on top in any case: it is needed if all are computed again, and else a margin.
+        """
+        if not again:
+            return self.whole
+        return self.whole - sum(self.layers[:again]) + again * self.input + max(self.layers)
 
 
-def choose(tokens: int, footprint: Footprint, free: int, *, host: bool) -> Kept:
-    """Returns the choice that fits in `free` bytes and computes least. `host`: inputs can move to other memory."""
-    usable = free * _USABLE
-    if tokens * footprint.whole <= usable:
-        return Kept.ALL
-    one_layer = footprint.whole / footprint.layers
-    if not host or tokens * (footprint.inputs + one_layer) <= usable:
-        return Kept.INPUTS
-    return Kept.INPUTS_ON_HOST
+def choose(tokens: int, footprint: Footprint, usable: float, *, host: bool) -> int:
+    """Returns the least number of layers to compute again so that a pass fits in `usable` bytes, or else all layers.
 
-
-def micro_batch_tokens(footprint: Footprint, free: int, setting: bool | Literal["auto"]) -> int:
-    """Returns the tokens of a GPU's micro-batch: a multiple of 1,024 up to 8,192, as many as fit in `free` bytes.
-
-    `setting`: trainer.activation_checkpointing. With "auto" all activations are kept where 2,048 tokens fit so.
+    `host`: inputs can move to other memory. If not even all layers fit then, returns one more than there are: all are
+    computed again, and their inputs move.
     """
-    usable = free * _USABLE
-    whole = usable / max(footprint.whole, 1)
-    again = usable / (footprint.inputs + footprint.whole / footprint.layers)
+    layers = len(footprint.layers)
+    fitting = (again for again in range(layers + 1) if tokens * footprint.peak(again) <= usable)
+    return next(fitting, layers + 1 if host else layers)
+
+
+def micro_batch_tokens(footprint: Footprint, usable: float, setting: bool | Literal["auto"]) -> int:
+    """Returns the tokens of a GPU's micro-batch: a multiple of 1,024 up to 8,192, as many as fit in `usable` bytes.
+
+    `setting`: trainer.activation_checkpointing. With "auto" all activations are kept where 2,048 tokens fit so, and
+    else no layer's.
+    """
+    whole, again = (usable / max(footprint.peak(count), 1) for count in (0, len(footprint.layers)))
     fitting = again if setting is True or (setting == "auto" and whole < _BUSY) else whole
     return int(min(max(fitting // LEAST_TOKENS * LEAST_TOKENS, LEAST_TOKENS), _MOST))
 
@@ -78,8 +84,8 @@ class Activations:
     """Applies the choice to a model's layers, pass by pass."""
 
     def __init__(self, model: Any, setting: bool | Literal["auto"], agreed: Callable[[int], int] = int) -> None:
-        """`setting`: trainer.activation_checkpointing. `agreed` returns the greatest choice of the ranks that run the
-        same layers together.
+        """`setting`: trainer.activation_checkpointing. `agreed` returns the greatest choice (see `choose`) of the
+        ranks that run the same layers together.
 
         Raises SetupError when the setting is true and the model has no layers made for it.
         """
@@ -90,9 +96,9 @@ class Activations:
             for name in ("dropout", "activation_dropout"):
                 if isinstance(getattr(layer, name, None), float):
                     setattr(layer, name, 0.0)
-        self._config, self._setting, self._agreed = model.config.get_text_config(), setting, agreed
+        self._model, self._setting, self._agreed = model, setting, agreed
         self._footprint: Footprint | None = None
-        self._set(setting is True)
+        self._set(self._always)
 
     def during(self, tokens: int, device: torch.device, run: Callable[[int], object]) -> AbstractContextManager[object]:
         """Returns the context for a forward of so many tokens. `run` makes a forward of as many as it is given.
@@ -101,12 +107,12 @@ class Activations:
         """
         if self._setting != "auto" or not self._layers or not torch.is_grad_enabled():
             return nullcontext()
-        found = choose(tokens, self._footprint_by(run), free_memory(device), host=device.type != "cpu")
-        choice = self._agreed(found)
-        self._set(choice != Kept.ALL)
+        footprint = self._footprint_by(run)
+        choice = self._agreed(choose(tokens, footprint, self._usable(tokens, device), host=device.type != "cpu"))
+        self._set(min(choice, len(footprint.layers)))
         return (
             torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
-            if choice == Kept.INPUTS_ON_HOST
+            if choice > len(footprint.layers)
             else nullcontext()
         )
 
@@ -115,7 +121,16 @@ class Activations:
         depend on no memory. `run` as in `during`."""
         if device.type == "cpu" or not self._layers:
             return LEAST_TOKENS
-        return micro_batch_tokens(self._footprint_by(run), free_memory(device), self._setting)
+        return micro_batch_tokens(self._footprint_by(run), self._usable(_MOST, device), self._setting)
+
+    def _usable(self, tokens: int, device: torch.device) -> float:
+        """Returns the bytes of `device` that the activations of so many tokens may take."""
+        free = free_memory(device)
+        if device.type == "cpu" or any(weight.requires_grad for weight in self._model.parameters()):
+            return free * _USABLE
+        config = self._model.config.get_text_config()
+        head = chunk_sizes(device).bytes(tokens * config.vocab_size, config.dtype.itemsize)
+        return (free - head) * _USABLE_ON_GPU
 
     def _footprint_by(self, run: Callable[[int], object]) -> Footprint:
         if self._footprint is None:
@@ -123,22 +138,32 @@ class Activations:
         return self._footprint
 
     def _measured(self, run: Callable[[int], object]) -> Footprint:
-        self._set(False)
-        kept = []
+        """Also puts the layers in the order in which they run. Those that see no text, as in a vision tower, are last
+        and not counted: they are frozen and keep nothing."""
+        self._set(0)
+        passes = []
         for count in _PROBES:
-            with _kept_bytes() as found:
+            with _kept_bytes() as found, _by_layer(self._layers, found) as shares:
                 run(count)
-            kept.append(sum(found.values()))
-        self._set(self._setting is True)
-        few, many = _PROBES
-        layers = len(self._layers)
-        whole = max(0, kept[1] - kept[0]) / (many - few)
-        return Footprint(whole, self._config.hidden_size * self._config.dtype.itemsize * layers, layers)
+            passes.append((sum(found.values()), shares))
+        (fewer, few), (more, many) = passes
+        self._layers = [*many, *(layer for layer in self._layers if layer not in many)]
+        self._set(self._always)
+        tokens = _PROBES[1] - _PROBES[0]
+        layers = [max(0, many[layer] - few[layer]) / tokens for layer in many]
+        config = self._model.config.get_text_config()
+        return Footprint(max(0, more - fewer) / tokens, layers, config.hidden_size * config.dtype.itemsize)
 
-    def _set(self, again: bool) -> None:
-        """Only the layers themselves go to train mode, not their submodules: there is no dropout here."""
-        for layer in self._layers:
-            layer.training, layer.gradient_checkpointing = again, again
+    @property
+    def _always(self) -> int:
+        """The layers that are computed again in every pass."""
+        return len(self._layers) if self._setting is True else 0
+
+    def _set(self, count: int) -> None:
+        """The first `count` layers are computed again. Only the layers themselves go to train mode, not their
+        submodules: there is no dropout here."""
+        for place, layer in enumerate(self._layers):
+            layer.training = layer.gradient_checkpointing = place < count
             layer._gradient_checkpointing_func = _recomputed
 
 
@@ -176,6 +201,29 @@ def _kept_bytes() -> Iterator[dict[int, int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
         yield found
+
+
+@contextmanager
+def _by_layer(layers: Sequence[Any], found: Mapping[int, int]) -> Iterator[dict[Any, int]]:
+    """Yields the bytes that each layer of the block's forward adds to `found`, in the order in which they run."""
+    shares: dict[Any, int] = {}
+    counted = 0
+
+    def enter(*_: object) -> None:
+        nonlocal counted
+        counted = sum(found.values())
+
+    def leave(layer: Any, *_: object) -> None:
+        shares[layer] = shares.get(layer, 0) + sum(found.values()) - counted
+        enter()
+
+    hooks = [layer.register_forward_pre_hook(enter) for layer in layers]
+    hooks += [layer.register_forward_hook(leave) for layer in layers]
+    try:
+        yield shares
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def free_memory(device: torch.device) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,53 +14,106 @@ from transformers import AutoModelForCausalLM, OPTConfig
 from app.domain.ops import ForwardBackward, LoraSpec
 from app.errors import SetupError
 from app.settings import BaseModelSettings
+from tests import pictures
 from tests.models import byte_tokenizer, tiny_qwen3
 from tests.parity.architectures import build
 from tests.parity.datums import batch, supervised
 from tests.parity.test_memory import kept_bytes
 from workers.backends.training import backends, memory
 from workers.backends.training.base import Create
-from workers.backends.training.memory import Activations, Footprint, Kept, choose
+from workers.backends.training.lm_head import ChunkSizes, chunk_sizes
+from workers.backends.training.memory import Activations, Footprint, choose
 from workers.backends.training.trainer import Trainer
 
-# 10 layers of 100 bytes a token, with inputs of 10.
-FOOTPRINT = Footprint(whole=1000, inputs=100, layers=10)
+# 10 layers of 100 bytes a token, with inputs of 10. n of them computed again need 1100 - 90 n bytes.
+FOOTPRINT = Footprint(whole=1000, layers=(100,) * 10, input=10)
 SHORT, LONG = (9, 30, 4), (9, 400)
+# Bytes in fp32 of the head for 10,000 tokens of 20 logits: all are kept, and a chunk and the work have fewer.
+_HEAD = 4 * (200_000 + 2**17 + 150_000)
 _OPT = {"vocab_size": 20, "hidden_size": 8, "ffn_dim": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 
 
 @pytest.mark.parametrize(
-    ("tokens", "free", "host", "wanted"),
+    ("tokens", "usable", "host", "wanted"),
     [
-        (60, 100_000, True, Kept.ALL),
-        (61, 100_000, True, Kept.INPUTS),
-        (300, 100_000, True, Kept.INPUTS),
-        (301, 100_000, True, Kept.INPUTS_ON_HOST),
-        (301, 100_000, False, Kept.INPUTS),
-        (1, 0, True, Kept.INPUTS_ON_HOST),
-        (10**9, 100_000, False, Kept.INPUTS),
+        (60, 60_000, True, 0),
+        (61, 60_000, True, 2),
+        (100, 60_000, True, 6),
+        (300, 60_000, True, 10),
+        (301, 60_000, True, 11),
+        (301, 60_000, False, 10),
+        (1, -5, True, 11),
+        (10**9, 60_000, False, 10),
     ],
 )
-def test_the_choice_keeps_as_much_as_six_tenths_of_the_free_memory_hold(
-    tokens: int, free: int, host: bool, wanted: Kept
-) -> None:
-    assert choose(tokens, FOOTPRINT, free, host=host) == wanted
+def test_no_more_layers_are_computed_again_than_do_not_fit(tokens: int, usable: int, host: bool, wanted: int) -> None:
+    assert choose(tokens, FOOTPRINT, usable, host=host) == wanted
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("host", [False, True])
+def test_a_choice_fits_where_one_does_and_grows_with_tokens_and_with_less_memory(seed: int, host: bool) -> None:
+    """Of layers of unequal size, as in hybrid models."""
+    drawn = random.Random(seed)
+    layers = [drawn.uniform(50, 500) for _ in range(drawn.randint(8, 12))]
+    footprint = Footprint(sum(layers) + drawn.uniform(0, 100), layers, drawn.uniform(1, 50))
+    lengths = sorted(drawn.sample(range(1, 1000), 20))
+    memories = sorted(drawn.sample(range(int(1000 * footprint.whole)), 20))
+    table = [[choose(tokens, footprint, usable, host=host) for usable in memories] for tokens in lengths]
+    for tokens, row in zip(lengths, table, strict=True):
+        for usable, found in zip(memories, row, strict=True):
+            fits = [tokens * footprint.peak(again) <= usable for again in range(len(layers) + 1)]
+            assert found == (fits.index(True) if any(fits) else len(layers) + host)
+    assert all(row == sorted(row, reverse=True) for row in table)
+    assert all(list(column) == sorted(column) for column in zip(*table, strict=True))
+    assert len({found for row in table for found in row}) > 3
+
+
+def test_layers_computed_again_take_the_place_of_those_behind_them() -> None:
+    """Those are freed by then. One layer, the largest, is counted on top."""
+    footprint = Footprint(whole=1000, layers=(300, 200, 400), input=10)
+    assert [footprint.peak(again) for again in range(4)] == [1000, 1110, 920, 530]
 
 
 @pytest.mark.parametrize(
-    ("free", "setting", "wanted"),
+    ("usable", "setting", "wanted"),
     [
-        (100_000_000, "auto", 8192),
-        (10_000_000, "auto", 5120),  # 6,000 fit
-        (3_000_000, "auto", 8192),  # 1,800 fit, and 9,000 when layers are computed again
-        (1_000_000, "auto", 2048),
-        (3_000_000, False, 1024),
-        (10_000_000, True, 8192),
-        (0, "auto", 1024),
+        (60_000_000, "auto", 8192),
+        (6_000_000, "auto", 5120),
+        (2_048_000, "auto", 2048),
+        (2_047_000, "auto", 8192),  # 2,047 fit, and 10,235 when all layers are computed again
+        (600_000, "auto", 2048),
+        (1_800_000, False, 1024),
+        (6_000_000, True, 8192),
+        (-5, "auto", 1024),
     ],
 )
-def test_a_gpus_micro_batch_is_as_large_as_its_memory_allows(free: int, setting: bool | str, wanted: int) -> None:
-    assert memory.micro_batch_tokens(FOOTPRINT, free, setting) == wanted
+def test_a_gpus_micro_batch_is_as_large_as_its_memory_allows(usable: int, setting: bool | str, wanted: int) -> None:
+    assert memory.micro_batch_tokens(FOOTPRINT, usable, setting) == wanted  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "trained", "wanted"),
+    [("cuda", False, 0.8 * (10**9 - _HEAD)), ("cuda", True, 0.6 * 10**9), ("cpu", False, 0.6 * 10**9)],
+)
+def test_of_a_gpus_memory_the_head_takes_its_part_and_gradients_a_fifth_of_the_rest(
+    device: str, trained: bool, wanted: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, and where the base is trained, two fifths of all memory are left."""
+    monkeypatch.setattr(memory, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(memory, "chunk_sizes", lambda device: ChunkSizes(rows=1, work=150_000, kept=10**6))
+    model = AutoModelForCausalLM.from_config(OPTConfig(**_OPT), dtype=torch.float32).requires_grad_(trained)
+    assert Activations(model, "auto")._usable(10_000, torch.device(device)) == wanted
+
+
+def test_the_head_takes_three_32ths_of_a_gpus_memory_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the figures of `chunk_sizes`: a chunk 1/64, the work 1/64, what is kept 1/16."""
+    size = 80 * 2**30
+    gpu = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(total_memory=size))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: gpu)
+    sizes = chunk_sizes.__wrapped__(torch.device("cuda"))
+    assert sizes.bytes(10**12, itemsize=2) == size * 3 / 32
+    assert sizes.bytes(1000, itemsize=2) == 1000 * (2 + 2 + 4)
 
 
 def test_a_cpus_micro_batch_does_not_depend_on_memory(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,11 +152,11 @@ def results(backend: Trainer) -> dict[str, bytes]:
     return found | {name: gradient.tobytes() for name, gradient in backend.gradients("m").items()}
 
 
-def computed_again(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
+def computed_again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The choices of all later passes."""
-    found: list[Kept] = []
+    found: list[int] = []
 
-    def noted(*args: object, **settings: bool) -> Kept:
+    def noted(*args: object, **settings: bool) -> int:
         found.append(choose(*args, **settings))  # type: ignore[arg-type]
         return found[-1]
 
@@ -118,12 +173,12 @@ def test_only_a_pass_that_does_not_fit_is_computed_again_and_all_bits_are_the_sa
     again = memory._recomputed
     monkeypatch.setattr(memory, "_recomputed", lambda run, *given: layers.append(run) or again(run, *given))
     assert results(opened(base, "auto")) == wanted
-    assert (chosen, layers) == ([Kept.ALL] * 3, [])
+    assert (chosen, layers) == ([0] * 3, [])
     # The activations of some 100 to 300 tokens of this model fit.
     monkeypatch.setattr(memory, "free_memory", lambda device: 2**21)
     chosen.clear()
     assert results(opened(base, "auto")) == wanted
-    assert chosen == [Kept.ALL, Kept.INPUTS, Kept.ALL]
+    assert chosen == [0, 2, 0]
     assert len(layers) == 2  # the model's layers, in one pass
 
 
@@ -137,17 +192,29 @@ def test_inputs_that_lie_in_host_memory_change_no_bit(base: Path, monkeypatch: p
         return packed(**settings)
 
     monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", counted)
-    monkeypatch.setattr(memory, "choose", lambda *_, **__: Kept.INPUTS_ON_HOST)
+    monkeypatch.setattr(memory, "choose", lambda *_, **__: 3)  # one more than the model has layers
     assert results(opened(base, "auto")) == wanted
     assert len(moved) == 3
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "qwen3.5", "deepseek-v3", "nemotron-h"])
+def test_layers_of_a_vision_tower_are_neither_counted_nor_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is frozen, and its layers come before those of the text."""
+    backend = opened(pictures.tiny_reader("qwen3-vl", tmp_path), "auto")
+    monkeypatch.setattr(memory, "choose", lambda *_, **__: 1)
+    backend.apply({"m": ForwardBackward(batch(supervised(0, SHORT, vocab=pictures.PLACEHOLDER)), "cross_entropy")})
+    activations, text = backend._engine.hidden_states._activations, backend._engine.base.model.model.language_model
+    assert len(activations._footprint.layers) == len(text.layers) < len(activations._layers)
+    assert [layer for layer in activations._layers if layer.gradient_checkpointing] == [text.layers[0]]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "qwen3.5", "deepseek-v3", "nemotron-h", "kimi-linear"])
 @pytest.mark.parametrize("lengths", [[1500], [100 + 37 * datum for datum in range(12)]], ids=["long", "uneven"])
 def test_a_pass_keeps_as_many_bytes_a_token_as_two_small_passes_said(
-    family: str, lengths: list[int], tmp_path: Path
+    family: str, lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an adapter on every linear. Six tenths of the memory are used, which is room for 1.6 times as many."""
+    """With an adapter on every linear, and however many layers are computed again."""
     torch.set_num_threads(1)
     trainer = {"backend": "torch", "micro_batch_tokens": sum(lengths)}
     path = build(family, tmp_path / "base", hidden_size=128)
@@ -159,10 +226,23 @@ def test_a_pass_keeps_as_many_bytes_a_token_as_two_small_passes_said(
     backend.apply(op)
     footprint = backend._engine.hidden_states._activations._footprint
     assert footprint is not None
-    with kept_bytes() as kept:
-        backend.apply(op)
-    weights = sum(parameter.untyped_storage().nbytes() for parameter in backend._engine.base.model.parameters())
-    assert sum(kept) - weights == pytest.approx(sum(lengths) * footprint.whole, rel=0.2)
+    assert len(footprint.layers) == backend._engine.base.model.config.num_hidden_layers
+    for again in range(len(footprint.layers) + 1):
+        monkeypatch.setattr(memory, "choose", lambda *_, again=again, **__: again)
+        with kept_bytes(backend) as kept:
+            backend.apply(op)
+        on_top = max(footprint.layers) if again else 0
+        expected = sum(lengths) * (footprint.peak(again) - on_top)
+        assert sum(kept) == pytest.approx(expected, rel=0.2), again
+
+
+def test_what_a_layer_within_a_layer_keeps_is_counted_once() -> None:
+    """As in Zamba2. What the outer one keeps before the inner one starts counts for none, as if always kept."""
+    inner = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Tanh())
+    outer = torch.nn.Sequential(torch.nn.Tanh(), inner, torch.nn.Tanh())
+    with memory._kept_bytes() as found, memory._by_layer([outer, inner], found) as shares:
+        outer(torch.ones(8, requires_grad=True))
+    assert (sum(found.values()), shares) == (4 * 32, {inner: 2 * 32, outer: 32})
 
 
 def test_a_measurement_keeps_no_weight_in_memory() -> None:
