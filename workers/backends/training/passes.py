@@ -178,18 +178,23 @@ class Pass:
                 picture=picture,
                 routes=self._routes(batch),
             )
+        gradient = self._scored(batch, hidden)
+        if hidden.requires_grad:
+            hidden.backward(gradient)
+
+    def _scored(self, batch: MicroBatch, hidden: Tensor) -> Tensor | None:
+        """Records results; returns the gradient in `hidden`, unless forward-only. The logits are gone then."""
         gradient = torch.zeros_like(hidden, requires_grad=False) if self._backward else None
         with torch.no_grad(), self._outputs() as outputs_of:
             # Ranks that share the tokens run the head at the same time, so all of their rows are one block.
-            limit = chunk_sizes(self._device).rows if self._sequence.size == 1 else len(tokens)
+            limit = chunk_sizes(self._device).rows if self._sequence.size == 1 else sum(batch.lengths)
             for rows, block in batch.blocks(limit):
                 outputs = outputs_of(block, hidden[rows])
                 scores, entropy = self._assembled(block, outputs)
                 seed = self._losses(block, scores, entropy)
                 if gradient is not None:
                     gradient[rows] = outputs.gradient(seed[self._own(block)])
-        if hidden.requires_grad:
-            hidden.backward(gradient)
+        return gradient
 
     def _picture(self, batch: MicroBatch) -> Picture | None:
         """Returns the images of a micro-batch. A blank one where other ranks' micro-batches may have images: the vision
