@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None, benches: Mapping[str, Callable[[Path
         with _scratch() as folder:
             outcomes[name] = benches[name](folder)
         report.write(arguments.out, name, outcomes[name], surroundings)
+    print(f"on {machine.kind()}")
     print(report.table(outcomes))
     return 0 if all(outcome.met for outcome in outcomes.values()) else 1
 

@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{name}: {json.dumps(figures[name])}", file=sys.stderr, flush=True)
             outcome = Outcome(figures, tuple(goals(figures)))
             report.write(arguments.out, "gpu", outcome, surroundings)
+    print(f"on {device.get('name')}, {machine.kind()}")
     print(report.table({"gpu": outcome}))
     return 0 if outcome.met else 1
 

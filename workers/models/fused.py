@@ -34,8 +34,8 @@ def usable(device: torch.device) -> bool:
         LigerRMSNormFunction.apply(torch.ones(1, 8, device=device), torch.ones(8, device=device), 1e-6)
     except Exception as error:  # Triton compiles when a kernel is first used, and passes on any error
         log.warning(
-            "trainer.fused_kernels is left out, and layers take half as much time again: Triton cannot compile here (%s). It "
-            "needs a C compiler and Python's headers: apt install gcc python3-dev",
+            "trainer.fused_kernels is left out, and layers take half as much time again: Triton cannot compile here (%s). "
+            "It needs a C compiler and Python's headers: apt install gcc python3-dev",
             error,
         )
         return False

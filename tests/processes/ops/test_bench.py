@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ops.bench import __main__ as command
-from ops.bench import api_body, fairness, metrics, report, side, timing
+from ops.bench import api_body, fairness, machine, metrics, report, side, timing
 from ops.bench.report import Goal, Outcome
 
 FAST = Outcome({"post_ms": {"p50": 1.23456}}, (Goal("post", 1.23456, "at_most", 2.0, "ms"),))
@@ -44,7 +44,7 @@ def test_a_run_leaves_one_file_a_bench_with_what_the_figures_depend_on(in_tmp: P
     assert file.name == "fast.json"
     assert content["figures"] == {"post_ms": {"p50": 1.235}}
     assert content["goals"] == [{"figure": "post", "value": 1.235, "at_most": 2.0, "unit": "ms", "met": True}]
-    assert content["machine"].keys() >= {"cpu", "cores", "memory_gib"}
+    assert content["machine"].keys() >= {"cpu", "instructions", "cores", "memory_gib"}
     assert content["versions"].keys() >= {"python", "torch", "transformers", "deepspeed", "celery", "redis", "tinker"}
     assert content["command"] == "python -m ops.bench fast"
     assert content.keys() >= {"git_revision", "date", "met"}
@@ -52,9 +52,18 @@ def test_a_run_leaves_one_file_a_bench_with_what_the_figures_depend_on(in_tmp: P
 
 def test_a_missed_goal_shows_in_the_table_and_the_exit_code(in_tmp: Path, capsys: pytest.CaptureFixture[str]):
     assert command.main(["--out", "out"], {"fast": lambda _: FAST, "slow": lambda _: SLOW}) == 1
-    _, fast, slow = capsys.readouterr().out.splitlines()
+    where, _, fast, slow = capsys.readouterr().out.splitlines()
     assert fast.split() == ["fast", "post", "1.235", "ms", "<=", "2", "met"]
     assert slow.split() == ["slow", "ratio", "0.5", ">=", "0.95", "MISSED"]
+    assert where == f"on {machine.kind()}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [("fpu avx2 avx512f avx512_bf16 amx_bf16", "amx_bf16"), ("fpu avx avx2 bmi2", "avx2"), ("fp asimd bf16", "bf16")],
+)
+def test_a_machines_kind_names_the_instructions_that_decide_its_speed(flags: str, found: str):
+    assert machine._instructions(flags) == found
 
 
 def test_a_bench_that_fails_leaves_no_files(in_tmp: Path):
