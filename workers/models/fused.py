@@ -21,7 +21,7 @@ from workers.models.coverage import has_experts
 log = logging.getLogger(__name__)
 _ROTATE = "apply_rotary_pos_emb"
 Rotate = Callable[..., tuple[Tensor, Tensor]]
-"""Maps query and key [B, heads, T, D], and cos and sin [B, T, rotated part of D], to query and key."""
+"""Maps query and key [B, heads, T, D], cos and sin [B, T, D] to the turned query and key."""
 
 
 def usable(device: torch.device) -> bool:
@@ -34,8 +34,8 @@ def usable(device: torch.device) -> bool:
         LigerRMSNormFunction.apply(torch.ones(1, 8, device=device), torch.ones(8, device=device), 1e-6)
     except Exception as error:  # Triton compiles when a kernel is first used, and passes on any error
         log.warning(
-            "trainer.fused_kernels is left out, and layers take half as much time again: Triton cannot compile here (%s). "
-            "It needs a C compiler and Python's headers: apt install gcc python3-dev",
+            "no fused kernels, so layers take half as much time again: Triton cannot compile (%s). It needs a C "
+            "compiler and Python's headers: apt install gcc python3-dev",
             error,
         )
         return False
@@ -72,18 +72,14 @@ def fuse(model: Any) -> bool:
 
 def _restore(module: dict[str, Any], before: dict[str, Any]) -> None:
     """Takes back what liger-kernel changed for other models of this process. The layers of all of them look up the
-    rotary embeddings in their module: these are fused where the arguments allow it."""
+    rotary embeddings in their module: these are fused on a GPU alone."""
     for name, value in before.items():
         if module[name] is not value:
             module[name] = partial(_rotated, value, module[name]) if name == _ROTATE else value
 
 
-def _rotated(
-    plain: Rotate, fused: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **named: Any
-) -> tuple[Tensor, Tensor]:
-    """Liger's kernel turns whole heads, on a GPU."""
-    suits = _on_gpu(q) and cos.shape[-1] == q.shape[-1] and not others and not named
-    return (fused if suits else plain)(q, k, cos, sin, *others, **named)
+def _rotated(plain: Rotate, fused: Rotate, q: Tensor, *others: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    return (fused if _on_gpu(q) else plain)(q, *others, **named)
 
 
 def _on_gpu(tensor: Tensor) -> bool:
