@@ -78,11 +78,12 @@ def _has_room() -> bool:
 
 
 def _trained(size: str, folder: Path, seconds: float) -> Figures:
-    """Figures of each batch on both sides. Each side has a process, and with it the whole device."""
+    """Figures of each batch on both sides. Each side has a process, and with it the whole device; the first one has
+    half of the time, so that there is something to compare with."""
     ends = time.monotonic() + seconds
     found: Figures = {}
-    for side in (training.TINSMITH, training.PEFT):
-        rows = _lines("training", size, str(folder), side, seconds=ends - time.monotonic())
+    for side, share in ((training.TINSMITH, 0.5), (training.PEFT, 1.0)):
+        rows = _lines("training", size, str(folder), side, seconds=share * (ends - time.monotonic()))
         found[side] = {row.pop("batch"): row for row in rows}
     shutil.rmtree(folder, ignore_errors=True)
     return found

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from ops.gpu_check import __main__ as check
 from ops.gpu_check import shapes, training
-from ops.gpu_check.__main__ import _lines, _parse, _parts, goals
+from ops.gpu_check.__main__ import _lines, _parse, _parts, _trained, goals
 
 DEADLINE_S = 600
 
@@ -56,6 +57,18 @@ def test_goals_compare_the_best_steps() -> None:
 def test_suites_that_may_take_all_of_the_time_come_last(tmp_path: Path) -> None:
     names = [name for name, _ in _parts(_parse([]), tmp_path)]
     assert names == ["gpu", "parity", "optimizer", "8B", "0.6B", "4B", "architectures", "zero", "vllm", "chaos"]
+
+
+def test_one_side_leaves_time_to_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, float] = {}
+
+    def noted(module: str, size: str, folder: str, side: str, *, seconds: float) -> list[dict[str, Any]]:
+        given[side] = seconds
+        return []
+
+    monkeypatch.setattr(check, "_lines", noted)
+    _trained("8B", tmp_path / "8B", 100.0)
+    assert given[training.TINSMITH] <= 50 < given[training.PEFT]
 
 
 def test_a_side_that_crashes_keeps_its_batches_and_says_how_it_ended(tmp_path: Path) -> None:
