@@ -13,6 +13,8 @@ import shutil
 import tempfile
 from typing import Any
 
+from gunicorn import glogging
+
 from app import malloc
 from app.gunicorn_worker import ARRIVING, IDLE_A_THREAD
 from app.settings import from_environment
@@ -39,6 +41,15 @@ sendfile = False
 # A stream of tokens ends with the stop, which must not wait minutes for it. Held polls are answered at once.
 graceful_timeout = 3
 control_socket_disable = True
+
+
+class logger_class(glogging.Logger):  # type: ignore[misc]  # noqa: N801
+    """gunicorn's logger without an access log, which nothing here writes: the metrics count requests. With a
+    `logconfig_dict` gunicorn would put together 56 fields of each request for it, in at least 20 us."""
+
+    access_log_enabled = False
+
+
 logconfig_dict = {
     "version": 1,
     "disable_existing_loggers": False,

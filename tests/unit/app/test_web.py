@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import runpy
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from gunicorn import glogging
+from gunicorn.config import Config
 
 from app import create_app
 from app.errors import SetupError
@@ -36,6 +39,20 @@ def test_files_are_sent_by_calls_that_end_when_a_client_reads_nothing(
 ) -> None:
     monkeypatch.setenv(SETTINGS_VARIABLE, str(config))
     assert runpy.run_module("app.gunicorn_conf")["sendfile"] is False, "socket.sendfile knows no SO_SNDTIMEO"
+
+
+def test_no_fields_of_a_request_are_put_together_for_an_access_log_that_nothing_writes(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(config))
+    settings = runpy.run_module("app.gunicorn_conf")
+    monkeypatch.setattr(glogging, "dictConfig", lambda _: None)  # the tests keep their own handlers
+    served = Config()
+    for name in ("logger_class", "logconfig_dict"):
+        served.set(name, settings[name])
+    logger = served.logger_class(served)
+    monkeypatch.setattr(logger, "atoms", lambda *_: pytest.fail("a record for no log"))
+    logger.access(object(), object(), {}, timedelta(0))
 
 
 def test_settings_without_a_state_server_are_refused_with_the_remedy() -> None:
