@@ -30,6 +30,7 @@ from ops.bench import (
     merged,
     overhead,
     ragged,
+    reads,
     real_step,
     recovery,
     report,
@@ -63,6 +64,7 @@ BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
     "handover": handover.run,
     "fairness": fairness.run,
     "scale": scale.run,
+    "reads": reads.run,
 }
 _OUT = Path(__file__).parent / "results"
 # Not the system's temporary folder: it may lie in memory, where the journal's fsync costs nothing.

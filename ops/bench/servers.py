@@ -126,13 +126,14 @@ def prepared_api(folder: Path, info: BaseModelInfo, poll_capacity: int | None = 
 
 
 @contextmanager
-def running_api(api: Api) -> Iterator[None]:
-    """Runs gunicorn with the API; yields after it has answered a request."""
+def running_api(api: Api) -> Iterator[int]:
+    """Runs gunicorn with the API; yields its process group after it has answered a request."""
     child = Child(api.command, api.settings.data_dir / "api.log")
     child.start()
     try:
         _await(lambda: _answers(f"{api.url}/api/v1/healthz"), "the API")
-        yield
+        assert child.pid is not None
+        yield child.pid
     finally:
         child.kill_group()
 

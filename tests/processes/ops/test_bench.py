@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ops.bench import __main__ as command
-from ops.bench import api_body, fairness, machine, metrics, report, side, timing
+from ops.bench import api_body, fairness, machine, metrics, reads, report, side, timing
 from ops.bench.report import Goal, Outcome
 
 FAST = Outcome({"post_ms": {"p50": 1.23456}}, (Goal("post", 1.23456, "at_most", 2.0, "ms"),))
@@ -142,6 +142,22 @@ def test_the_api_bench_measures_real_answers_and_leaves_no_process(tmp_path: Pat
     assert outcome.figures["post_ms"]["count"] == 2
     assert set(outcome.figures["parts_ms"]) == {"parse", "decode", "check", "encode", "digest", "journal", "ring"}
     assert not left_in(tmp_path)
+
+
+def test_the_reads_bench_counts_answers_beside_those_of_bare_flask_and_leaves_no_process(tmp_path: Path):
+    outcome = reads.run(tmp_path, seconds=0.1, rounds=1)
+    found = outcome.figures["reads"]
+    assert {"bare GET", "bare POST", "get_info", "training runs", "checkpoints", "finished future"} <= found.keys()
+    assert all(each["a_second"] > 0 for each in found.values())
+    assert not left_in(tmp_path)
+
+
+def test_an_answer_is_whole_with_the_last_byte_of_its_body_and_every_other_than_200_ends_the_bench():
+    whole = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+    assert [reads.is_whole(bytearray(whole[:end])) for end in range(1, len(whole) + 1)].index(True) == len(whole) - 1
+    for other in (b"", b"HTTP/1.1 404 NOT FOUND\r\nContent-Length: 2\r\n\r\n{}"):
+        with pytest.raises(RuntimeError):
+            reads.is_whole(bytearray(other))
 
 
 def test_a_killed_bench_takes_its_servers_along(tmp_path: Path):
