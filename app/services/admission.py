@@ -29,7 +29,7 @@ from app.settings import Settings
 from app.stores.disk import Disk
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.limits import RedisQuotas
-from app.stores.redis.records import RedisRecords, dump, load
+from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import QueueBounds, RefusalKind
 from app.telemetry import ADMISSIONS
 
@@ -220,8 +220,8 @@ class LimitsOf:
     def _cached(self, cls: type[A], id_: str, default: Limits) -> Limits:
         until, limits = self._found.get((cls.namespace, id_), (0.0, default))
         if time.monotonic() >= until:
-            stored = self._records.get(cls.namespace, id_)
-            limits = default.changed(load(cls, stored).limits) if stored else default
+            found = self._records.find(cls, id_)
+            limits = default.changed(found.limits) if found else default
             self._found[cls.namespace, id_] = time.monotonic() + _CACHED_S, limits
         return limits
 

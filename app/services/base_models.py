@@ -154,7 +154,7 @@ class BaseModels:
         """The source from which a client loads the tokenizer: a hub id, or an absolute folder if clients are on this
         machine."""
         source = self.tokenizer(name)
-        return ids.hub_id(name) if Path(source).is_dir() and not self._settings.names_folders else source
+        return source if self._settings.names_folders or not Path(source).is_dir() else ids.hub_id(name)
 
     def tokenizer(self, name: str) -> str:
         """The location of the model's tokenizer: a hub id, or an absolute folder."""

@@ -42,7 +42,7 @@ from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import note, remove_checkpoint
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords, dump, load
+from app.stores.redis.records import RedisRecords, dump
 
 URL_SECONDS = 3600
 
@@ -214,8 +214,8 @@ class CopyService:
 
     def _metadata(self, source: Checkpoint, caller: Caller) -> dict[str, Any]:
         """The metadata of the source's run, if the caller sees the run: it is not published with a checkpoint."""
-        stored = self.records.get(Model.namespace, source.model_id) if caller.sees(source.owner) else None
-        return load(Model, stored).user_metadata if stored else {}
+        model = self.records.find(Model, source.model_id) if caller.sees(source.owner) else None
+        return model.user_metadata if model else {}
 
     def _register(
         self,
@@ -240,8 +240,8 @@ class CopyService:
         )
         head = {"applied": str(_SEQ), "epoch": str(_EPOCH), "ended": "copied"}
         if not self.oplog.create_model(model_id, {**dump(model), **head}):
-            there = self.records.get(Model.namespace, model_id)
-            if there is not None and load(Model, there).copied_from != path:
+            there = self.records.find(Model, model_id)
+            if there is not None and there.copied_from != path:
                 raise BadRequest(f"{model_id} was used for another one; copy into another model_seq_id")
 
     def _write(self, target: ids.TinkerPath, project: str, source: Checkpoint, ttl_seconds: int | None) -> Manifest:

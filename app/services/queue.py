@@ -25,7 +25,7 @@ from app.services.base_models import BaseModels, sampler_role, trainer_role
 from app.services.views import Page
 from app.stores.redis.backlog import RedisBacklog, RedisCalls
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords, load
+from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Call, Future, ModelLine, Unfinished
 
 # A snapshot of the queue may take tens of milliseconds, so a client that polls constantly gets two a second.
@@ -150,14 +150,11 @@ class QueueStates:
 
     def _find_needed(self, sample: bool, parent_id: str) -> tuple[str, str] | None:
         """(role, base model) of the workers that run the call."""
-        stored = self._records.get(Sampler.namespace if sample else Model.namespace, parent_id)
-        if stored is None:
+        found = self._records.find(Sampler, parent_id) if sample else self._records.find(Model, parent_id)
+        if found is None:
             return None
-        if sample:
-            sampler = load(Sampler, stored)
-            return sampler_role(full=sampler.full), sampler.base_model
-        model = load(Model, stored)
-        return trainer_role(full=model.full), model.base_model
+        role = sampler_role(full=found.full) if sample else trainer_role(full=found.full)
+        return role, found.base_model
 
 
 @dataclass(frozen=True, slots=True)

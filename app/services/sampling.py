@@ -25,7 +25,7 @@ from app.services.validation import (
     in_range,
 )
 from app.settings import LimitSettings
-from app.stores.redis.records import RedisRecords, dump, load
+from app.stores.redis.records import RedisRecords, dump
 from app.wire.bodies import model_input, tensor
 from app.wire.forward_backward import to_cells
 
@@ -119,10 +119,9 @@ class SamplingService:
     def _is_there(self, sampler_id: str, asked: Mapping[str, Any]) -> bool:
         """True if the sampler exists already; a repeat finds it even if the checkpoint has been deleted since. Raises
         BadRequest if the id belongs to a different sampler."""
-        stored = self._records.get(Sampler.namespace, sampler_id)
-        if stored is None:
+        there = self._records.find(Sampler, sampler_id)
+        if there is None:
             return False
-        there = load(Sampler, stored)
         ephemeral = there.prefix and not there.model_path
         same = there.model_path == (asked.get("model_path") or "")
         if ephemeral or not same or asked.get("base_model") not in (None, there.base_model):

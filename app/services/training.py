@@ -46,7 +46,7 @@ from app.services.validation import (
 from app.settings import LimitSettings
 from app.stores.objects.routes import RouteFiles
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords, load
+from app.stores.redis.records import RedisRecords
 from app.wire import custom_loss
 from app.wire.bodies import check_batch, check_datums
 from app.wire.forward_backward import Envelope
@@ -178,9 +178,9 @@ class TrainingService:
 
     def _check_free(self, sampler_id: str, asked: Mapping[str, Any]) -> None:
         """Raises BadRequest if a sampling session with this id exists and was not created by this same call."""
-        stored = self._records.get(Sampler.namespace, sampler_id)
-        place = CheckpointPrefix.parse(load(Sampler, stored).prefix) if stored else None
-        if stored and (place is None or (place.model_id, place.seq) != (asked["model_id"], asked["seq_id"])):
+        there = self._records.find(Sampler, sampler_id)
+        place = CheckpointPrefix.parse(there.prefix) if there else None
+        if there and (place is None or (place.model_id, place.seq) != (asked["model_id"], asked["seq_id"])):
             raise BadRequest(
                 f"sampling_session_seq_id {asked['sampling_session_seq_id']} was already used for another sampler; "
                 "use a new one"

@@ -22,7 +22,7 @@ from app.ids import TinkerPath
 from app.services.tenants.accounts import KEY_PREFIX, AccountService, hash_secret
 from app.services.views import user_urn
 from app.settings import hash_key
-from app.stores.redis.records import R, RedisRecords, load
+from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Record
 
 Owned = TypeVar("Owned", Session, Model, Sampler, Checkpoint, Upload, Loss)
@@ -51,8 +51,7 @@ def load_owned(store: RedisRecords, cls: type[Owned], key: str, caller: Caller, 
 
 def load_readable(store: RedisRecords, cls: type[Owned], key: str, caller: Caller) -> Owned:
     """A record that the caller only reads. Raises NotFound with a text that depends only on the request."""
-    stored = store.get(cls.namespace, key)
-    found = load(cls, stored) if stored else None
+    found = store.find(cls, key)
     if found is None or not caller.sees(found.owner) or _is_expired(found, store):
         raise NotFound(f"{cls.__name__.lower()} {key[:200]!r} does not exist")
     return found
@@ -66,8 +65,7 @@ def load_checkpoint(store: RedisRecords, path: TinkerPath, caller: Caller) -> Ch
 
 def find_public(store: RedisRecords, path: TinkerPath) -> Checkpoint | None:
     """The checkpoint, if it is published."""
-    stored = store.get(Checkpoint.namespace, str(path))
-    found = load(Checkpoint, stored) if stored else None
+    found = store.find(Checkpoint, str(path))
     return None if found is None or not found.public or _is_expired(found, store) else found
 
 
@@ -190,17 +188,14 @@ class Authenticator:
             raise Unauthorized("this API key was revoked")
         if key.expires_at is not None and key.expires_at <= self._records.now():
             raise Unauthorized("this API key has expired")
-        stored = self._records.get(User.namespace, key.user)
-        user = load(User, stored) if stored else None
+        user = self._records.find(User, key.user)
         if user is None or user.removed:
             raise Unauthorized("the user of this API key was removed")
         return Caller(key.id, user.id, user.organisation, key.project, user.roles, frozenset(key.scopes))
 
     def _key(self, id_: str) -> Key | None:
-        stored = self._records.get(Key.namespace, id_)
-        if stored is None and self._account_recovery():
-            stored = self._records.get(Key.namespace, id_)
-        return load(Key, stored) if stored else None
+        found = self._records.find(Key, id_)
+        return self._records.find(Key, id_) if found is None and self._account_recovery() else found
 
 
 class Tokens:
@@ -258,8 +253,8 @@ class OwnKey:
 
     def describe(self, caller: Caller) -> dict[str, Any]:
         """The body of GET auth/apikey/me."""
-        key = self._load(Key, caller.key_id)
-        organisation = self._load(Organisation, caller.organisation)
+        key = self._records.find(Key, caller.key_id)
+        organisation = self._records.find(Organisation, caller.organisation)
         return {
             "key_id": int(caller.key_id[:_NUMBER_DIGITS], 16),
             "name": key.name if key else "a key of the server's settings",
@@ -274,7 +269,7 @@ class OwnKey:
 
     def revoke(self, caller: Caller) -> None:
         """Revokes the caller's key. Raises Forbidden for a key of the settings."""
-        if self._load(Key, caller.key_id) is None:
+        if self._records.find(Key, caller.key_id) is None:
             raise Forbidden("this key is listed in the server's settings (api_keys); to revoke it, remove it there")
         self._accounts.revoke(caller.key_id, by=caller)
 
@@ -285,9 +280,5 @@ class OwnKey:
         return self._tokens.issue(caller, self._email(caller))
 
     def _email(self, caller: Caller) -> str:
-        user = self._load(User, caller.user)
+        user = self._records.find(User, caller.user)
         return user.email if user else ""
-
-    def _load(self, cls: type[R], id_: str) -> R | None:
-        stored = self._records.get(cls.namespace, id_)
-        return load(cls, stored) if stored else None

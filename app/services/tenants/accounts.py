@@ -173,15 +173,14 @@ class AccountService:
     def _newest(self, cls: type[A], id_: str) -> A:
         """The newest version of the account: the state server's, if the object store was set back to an older
         backup."""
-        kept, stored = self._files.newest(cls, id_), self._records.get(cls.namespace, id_)
-        known = load(cls, stored) if stored else kept
-        return max(kept, known, key=lambda account: account.version)
+        kept = self._files.newest(cls, id_)
+        known = self._records.find(cls, id_)
+        return max(kept, known or kept, key=lambda account: account.version)
 
     def _known(self, cls: type[A], id_: str) -> A:
         """The account from the state server, which is enough to take it away while the object store is away. Raises
         NotFound."""
-        stored = self._records.get(cls.namespace, id_)
-        return load(cls, stored) if stored else self._files.newest(cls, id_)
+        return self._records.find(cls, id_) or self._files.newest(cls, id_)
 
     def _note(self, scope: str, event: str, about: audit.About, *, urgent: bool = False) -> None:
         audit.note(self._records, None, scope, event, about, urgent=urgent)

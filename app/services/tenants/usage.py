@@ -19,7 +19,7 @@ from app.services.tenants.audit import admin_projects
 from app.services.views import check_seen, texts, timestamp, user_urn
 from app.stores.pages import Fields, Page
 from app.stores.redis.pages import UsageLedger
-from app.stores.redis.records import RedisRecords, load
+from app.stores.redis.records import RedisRecords
 
 LONGEST = timedelta(days=14)
 _GB = 10**9
@@ -85,8 +85,8 @@ class UsageService:
 
     def _emails(self, users: set[str]) -> dict[str, str]:
         """Emails of the users that have an account."""
-        stored = {user: self.records.get(User.namespace, user) for user in users if user}
-        return {user: load(User, fields).email for user, fields in stored.items() if fields}
+        found = {user: self.records.find(User, user) for user in users if user}
+        return {id_: user.email for id_, user in found.items() if user}
 
 
 def _hour(moment: datetime, name: str) -> int:

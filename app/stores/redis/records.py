@@ -54,7 +54,10 @@ def dump(
 
 def load(cls: type[R], stored: Mapping[str, str]) -> R:
     """The inverse of `dump`; it ignores unknown fields (a model's journal state)."""
-    return cls(**{f.name: json.loads(stored[f.name]) for f in dataclasses.fields(cls) if f.name in stored})
+    names = [name for name in cls.__match_args__ if name in stored]
+    # One list is parsed in a third of the time of its parts.
+    values = json.loads(f"[{','.join(stored[name] for name in names)}]")
+    return cls(**dict(zip(names, values, strict=True)))
 
 
 class RedisRecords:
@@ -107,7 +110,15 @@ class RedisRecords:
         flat = [part for pair in fields.items() for part in pair]
         return bool(self._run("update", namespace, key, *flat))
 
+    def find(self, cls: type[R], key: str) -> R | None:
+        """The record, of which only the fields of `cls` are read; None if there is none."""
+        names = cls.__match_args__
+        found = cast("list[bytes | None]", self._redis.hmget(keys.record(cls.namespace, key), names))
+        stored = {name: text.decode() for name, text in zip(names, found, strict=True) if text is not None}
+        return load(cls, stored) if stored else None
+
     def get(self, namespace: str, key: str) -> dict[str, str] | None:
+        """All fields of a record, with those that are no field of its class; None if there is none."""
         return text_fields(read_hash(self._redis, keys.record(namespace, key))) or None
 
     def delete(self, namespace: str, key: str) -> None:

@@ -24,7 +24,6 @@ from app.services.polling import (
     check_request_id,
 )
 from app.settings import ApiSettings
-from app.stores.redis.records import dump
 from app.stores.redis.types import Completion, Future
 from app.suspension import SUSPENDED_A_THREAD, Suspension
 from app.telemetry import HELD_POLLS
@@ -149,8 +148,8 @@ class NoCompletions:
 
 
 class OneSampler:
-    def get(self, namespace: str, key: str) -> dict[str, str]:
-        return dump(Sampler("me", "s", "base", 0.0))
+    def find(self, cls: type[Sampler], key: str) -> Sampler:
+        return cls("me", "s", "base", 0.0)
 
 
 @pytest.mark.parametrize(("asked", "held"), [({}, [30.0]), ({"timeout": 2.0}, [2.0]), ({"timeout": 0.0}, [])])

@@ -9,7 +9,6 @@ import pytest
 
 from app.domain.records import Model, Sampler, Worker
 from app.services.queue import ACTIVE, QueueSnapshots, QueueState, QueueStates
-from app.stores.redis.records import dump
 from app.stores.redis.types import Future, ModelLine, Unfinished, WaitingSample
 
 BASE = "org/base"
@@ -41,10 +40,10 @@ class World:
         self.snapshots = 0
         self.reads = 0
         self.records = {
-            "s:sample:0": dump(Sampler("me", "s", BASE, 0.0)),
-            "s:sample:1": dump(Sampler("me", "s", BASE, 0.0, full=True)),
-            "s:train:0": dump(Model("me", "s", BASE, 0.0)),
-            "s:train:1": dump(Model("me", "s", BASE, 0.0, full=True)),
+            "s:sample:0": Sampler("me", "s", BASE, 0.0),
+            "s:sample:1": Sampler("me", "s", BASE, 0.0, full=True),
+            "s:train:0": Model("me", "s", BASE, 0.0),
+            "s:train:1": Model("me", "s", BASE, 0.0, full=True),
         }
 
     def live(self) -> dict[str, Worker]:
@@ -57,7 +56,7 @@ class World:
     def shortage(self) -> str:
         return self.lack
 
-    def get(self, namespace: str, key: str) -> dict[str, str] | None:
+    def find(self, cls: type, key: str) -> Sampler | Model | None:
         self.reads += 1
         return self.records.get(key)
 
@@ -113,7 +112,7 @@ def test_2000_polls_that_end_together_cost_one_snapshot_and_one_read_a_parent() 
 def test_5000_polls_for_a_model_each_read_none_of_them_twice() -> None:
     world = World()
     found = states(world)
-    world.records = {f"s:train:{number}": dump(Model("me", "s", BASE, 0.0)) for number in range(5000)}
+    world.records = {f"s:train:{number}": Model("me", "s", BASE, 0.0) for number in range(5000)}
     for _ in range(2):
         for number in range(5000):
             found.of(Future(f"s:train:{number}:0", "optim_step", f"s:train:{number}", "me", "pending", None))

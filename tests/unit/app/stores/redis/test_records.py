@@ -7,8 +7,9 @@ import time
 import pytest
 import redis
 
+from app.domain.records import Model
 from app.stores.redis import records
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 
 
 @pytest.fixture
@@ -31,6 +32,20 @@ def test_a_list_by_prefix_has_no_other(stored):
     assert [id_ for id_, _ in stored.list("things", "\u00fc")] == ["\u00fc:1"]
     assert {id_ for id_, _ in stored.list("things")} == set(ids)
     assert list(stored.list("things", "c")) == []
+
+
+def test_a_record_is_found_as_it_was_stored_also_beside_the_fields_of_a_journal(stored, client):
+    run = Model("me", "s", "base", 1.5, "ready", {"rank": 8}, {"name": '\u00fc, "]', "no": None}, full=True)
+    stored.put("models", "a", dump(run))
+    client.hset("tinsmith:models:a", mapping={"applied": "3", "worker": "no JSON"})
+    assert stored.find(Model, "a") == run
+    assert stored.find(Model, "b") is None
+
+
+def test_a_field_that_an_earlier_version_did_not_write_has_its_default(stored, client):
+    stored.put("models", "a", dump(Model("me", "s", "base", 1.5, key="k")))
+    client.hdel("tinsmith:models:a", "key", "full", "user_metadata")
+    assert stored.find(Model, "a") == Model("me", "s", "base", 1.5)
 
 
 def test_what_expired_is_not_listed_and_leaves_the_index(stored, client):
