@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.teardown import Teardown
 from app.services.tenants import audit
-from app.services.tenants.access import Found, Sources, list_run_checkpoints, load_owned, load_readable
+from app.services.tenants.access import Found, Sources, list_run_checkpoints, load_owned, load_readable, read_run
 from app.services.validation import (
     CRITIC,
     asked_role,
@@ -27,7 +27,7 @@ from app.services.validation import (
     check_sampled,
     exports_merged,
 )
-from app.services.views import Page, Scope, checkpoint_view, projects, texts, timestamp
+from app.services.views import CHECKPOINT_TYPES, Page, Scope, checkpoint_view, projects, texts, timestamp
 from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Record
 
@@ -143,16 +143,13 @@ class RunService:
         """A TrainingRun. The scope "accessible" includes another project's run that has a public checkpoint; of it the
         caller sees only what its public checkpoints tell. Raises NotFound."""
         try:
-            load_readable(self._records, Model, model_id, caller)
+            stored = read_run(self._records, model_id, caller)
         except NotFound:
-            public = [] if scope == "owned" else list_run_checkpoints(self._records, model_id, caller)
+            public = [] if scope == "owned" else self._checkpoints(model_id, caller)
             if not public:
                 raise
             return _published_view(model_id, public)
-        stored = self._records.get(Model.namespace, model_id)
-        if stored is None:
-            raise NotFound(f"model {model_id[:200]!r} does not exist")
-        return self._view(model_id, stored, caller)
+        return _view(model_id, stored, self._checkpoints(model_id, caller))
 
     def list_runs(self, caller: Caller, scope: Scope, project: str | None, page: Page) -> dict[str, Any]:
         """The runs of a project or scope, newest first. Raises NotFound for a project that the caller does not see."""
@@ -160,8 +157,10 @@ class RunService:
         found = sorted((-created, id_) for created, id_ in self._records.list_runs(within))
         shown, cursor = page.of(found)
         runs = self._records.read(Model.namespace, [id_ for _, id_ in shown])
-        its = [(id_, fields) for id_, fields in runs if fields and load(Model, fields).owner in within]
-        return {"training_runs": [self._view(id_, fields, caller) for id_, fields in its], "cursor": cursor}
+        its = {id_: fields for id_, fields in runs if fields and load(Model, fields).owner in within}
+        checkpoints = list_run_checkpoints(self._records, list(its), caller)
+        views = [_view(id_, fields, made) for (id_, fields), made in zip(its.items(), checkpoints, strict=True)]
+        return {"training_runs": views, "cursor": cursor}
 
     def list_checkpoints(self, model_id: str, caller: Caller) -> list[dict[str, Any]]:
         """A run's checkpoints, newest first; of another project's run only the public ones. Raises NotFound for a run
@@ -169,34 +168,33 @@ class RunService:
         found = self._checkpoints(model_id, caller)
         if not found:
             load_readable(self._records, Model, model_id, caller)
+        return [checkpoint_view(path, one) for path, one in found]
+
+    def _checkpoints(self, model_id: str, caller: Caller) -> list[Found]:
+        (found,) = list_run_checkpoints(self._records, [model_id], caller)
         return found
 
-    def _view(self, model_id: str, stored: Record, caller: Caller) -> dict[str, Any]:
-        model = load(Model, stored)
-        found = self._checkpoints(model_id, caller)
-        return {
-            "training_run_id": model_id,
-            "base_model": model.base_model,
-            "model_owner": model.owner,
-            "is_lora": not model.full,
-            "lora_rank": model.lora.get("rank"),
-            "corrupted": model.state == "failed",
-            "ended": "ended" in stored,
-            "last_request_time": timestamp(float(stored.get("last_request", model.created * 1000)) / 1000),
-            "last_checkpoint": _newest(found, "training"),
-            "last_sampler_checkpoint": _newest(found, "sampler"),
-            "user_metadata": texts(model.user_metadata),
-        }
 
-    def _checkpoints(self, model_id: str, caller: Caller) -> list[dict[str, Any]]:
-        found = list_run_checkpoints(self._records, model_id, caller)
-        return [checkpoint_view(path, one) for path, one in found]
+def _view(model_id: str, stored: Record, checkpoints: Sequence[Found]) -> dict[str, Any]:
+    model = load(Model, stored)
+    return {
+        "training_run_id": model_id,
+        "base_model": model.base_model,
+        "model_owner": model.owner,
+        "is_lora": not model.full,
+        "lora_rank": model.lora.get("rank"),
+        "corrupted": model.state == "failed",
+        "ended": "ended" in stored,
+        "last_request_time": timestamp(float(stored.get("last_request", model.created * 1000)) / 1000),
+        "last_checkpoint": _newest(checkpoints, "training"),
+        "last_sampler_checkpoint": _newest(checkpoints, "sampler"),
+        "user_metadata": texts(model.user_metadata),
+    }
 
 
 def _published_view(model_id: str, public: list[Found]) -> dict[str, Any]:
     """A TrainingRun made of public checkpoints alone: the run's owner, metadata and state were not published."""
     newest = public[0][1]
-    shown = [checkpoint_view(path, one) for path, one in public]
     return {
         "training_run_id": model_id,
         "base_model": newest.base_model,
@@ -204,11 +202,12 @@ def _published_view(model_id: str, public: list[Found]) -> dict[str, Any]:
         "is_lora": not newest.full,
         "lora_rank": newest.lora.get("rank"),
         "last_request_time": timestamp(newest.created),
-        "last_checkpoint": _newest(shown, "training"),
-        "last_sampler_checkpoint": _newest(shown, "sampler"),
+        "last_checkpoint": _newest(public, "training"),
+        "last_sampler_checkpoint": _newest(public, "sampler"),
         "user_metadata": newest.user_metadata,
     }
 
 
-def _newest(checkpoints: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
-    return next((found for found in checkpoints if found["checkpoint_type"] == kind), None)
+def _newest(checkpoints: Sequence[Found], kind: str) -> dict[str, Any] | None:
+    its = (checkpoint_view(path, one) for path, one in checkpoints if CHECKPOINT_TYPES[one.kind] == kind)
+    return next(its, None)

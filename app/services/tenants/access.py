@@ -53,8 +53,21 @@ def load_readable(store: RedisRecords, cls: type[Owned], key: str, caller: Calle
     """A record that the caller only reads. Raises NotFound with a text that depends only on the request."""
     found = store.find(cls, key)
     if found is None or not caller.sees(found.owner) or _is_expired(found, store):
-        raise NotFound(f"{cls.__name__.lower()} {key[:200]!r} does not exist")
+        raise _missing(cls, key)
     return found
+
+
+def read_run(store: RedisRecords, model_id: str, caller: Caller) -> Record:
+    """All fields of a run that the caller only reads, with those of its journal. Raises NotFound as `load_readable`
+    does."""
+    stored = store.get(Model.namespace, model_id)
+    if stored is None or not caller.sees(load(Model, stored).owner):
+        raise _missing(Model, model_id)
+    return stored
+
+
+def _missing(cls: type[Owned], key: str) -> NotFound:
+    return NotFound(f"{cls.__name__.lower()} {key[:200]!r} does not exist")
 
 
 def load_checkpoint(store: RedisRecords, path: TinkerPath, caller: Caller) -> Checkpoint:
@@ -69,12 +82,11 @@ def find_public(store: RedisRecords, path: TinkerPath) -> Checkpoint | None:
     return None if found is None or not found.public or _is_expired(found, store) else found
 
 
-def list_run_checkpoints(store: RedisRecords, model_id: str, caller: Caller) -> list[Found]:
-    """A run's checkpoints that the caller may read; of another project's run these are the public ones. Newest first
-    and without the expired ones, as in `list_checkpoints`."""
-    return _newest_first(
-        store, store.readable_checkpoints(ids.checkpoint_prefix(model_id), caller.roles.keys()).items()
-    )
+def list_run_checkpoints(store: RedisRecords, model_ids: Sequence[str], caller: Caller) -> list[list[Found]]:
+    """For each run its checkpoints that the caller may read; of another project's run these are the public ones. Newest
+    first and without the expired ones, as in `list_checkpoints`."""
+    prefixes = [ids.checkpoint_prefix(model_id) for model_id in model_ids]
+    return [_newest_first(store, found.items()) for found in store.readable_checkpoints(prefixes, caller.roles.keys())]
 
 
 def list_checkpoints(store: RedisRecords, projects: Set[str]) -> list[Found]:
@@ -84,9 +96,10 @@ def list_checkpoints(store: RedisRecords, projects: Set[str]) -> list[Found]:
 
 
 def _newest_first(store: RedisRecords, stored: Iterable[tuple[str, Record]]) -> list[Found]:
-    now = store.now()
-    loaded = ((path, load(Checkpoint, fields)) for path, fields in stored)
-    found = [(path, one) for path, one in loaded if not one.is_expired(now)]
+    found = [(path, load(Checkpoint, fields)) for path, fields in stored]
+    if any(one.expires_at is not None for _, one in found):
+        now = store.now()
+        found = [(path, one) for path, one in found if not one.is_expired(now)]
     return sorted(found, key=lambda pair: (-pair[1].created, pair[0]))
 
 

@@ -114,6 +114,16 @@ class Scripts:
                 raise Unavailable(f"{str(error).removeprefix(_FULL)}; try again soon") from None
             raise
 
+    def each(self, name: str, calls: Sequence[Sequence[str]]) -> list[Any]:
+        """The replies of a script that only reads, once for each list of arguments, all in one round trip."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for argv in calls:
+                pipe.evalsha(self._scripts[name].sha, 0, *argv)
+            try:
+                return pipe.execute()
+            except redis.exceptions.NoScriptError:
+                return [self(name, *argv) for argv in calls]
+
     def confirmed(self, *command: str) -> Any:
         """The reply to a command that reads, once replicas have what it shows. Raises NotReplicated."""
         if not self.replicas:

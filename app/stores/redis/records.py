@@ -21,6 +21,8 @@ from app.stores.redis.types import Record
 
 # Records per round trip: the server answers other clients in between, and 10,000 records are never in memory at once.
 _SLICE = 500
+# Runs whose checkpoints are read in one round trip: the server runs as many scripts before it answers other clients.
+_PREFIXES = 20
 _CHECKPOINTS, _SESSIONS, _MODELS = "checkpoints", "sessions", "models"
 # A deletion between two reads makes a right list look wrong; it hardly ever comes this often in a row.
 _TRIES = 3
@@ -132,21 +134,25 @@ class RedisRecords:
     def list(self, namespace: str, prefix: str = "") -> Iterator[tuple[str, dict[str, str]]]:
         """Lists the records whose id starts with `prefix`, by id, a slice at a time. Removes the ids of expired records
         from the index on the way."""
-        index, after = keys.index(namespace), f"[{prefix}"
-        while slice_ := _ids(self._redis, index, after, prefix):
+        index = keys.index(namespace)
+        for slice_ in self._id_slices(namespace, prefix):
             for key, fields in self.read(namespace, slice_):
                 if fields:
                     yield key, fields
                 else:
                     self._redis.zrem(index, key)
-            after = f"({slice_[-1]}"
 
-    def readable_checkpoints(self, prefix: str, projects: Collection[str]) -> dict[str, dict[str, str]]:
-        """The checkpoints whose path starts with `prefix` and that are public or owned by one of the projects, by path.
-        It is one call, also for a prefix that does not exist."""
-        found = self._run("readable_checkpoints", prefix, *map(json.dumps, sorted(projects)))
-        records = zip(found[::2], found[1::2], strict=True)
-        return {path.decode(): text_fields(dict(zip(flat[::2], flat[1::2], strict=True))) for path, flat in records}
+    def readable_checkpoints(
+        self, prefixes: Sequence[str], projects: Collection[str]
+    ) -> Iterator[dict[str, dict[str, str]]]:
+        """For each prefix the checkpoints whose path starts with it and that are public or owned by one of the
+        projects, by path. It is one round trip for some prefixes, also for those that do not exist."""
+        owners = [json.dumps(project) for project in sorted(projects)]
+        for start in range(0, len(prefixes), _PREFIXES):
+            calls = [(prefix, *owners) for prefix in prefixes[start : start + _PREFIXES]]
+            for found in self._run.each("readable_checkpoints", calls):
+                records = zip(found[::2], found[1::2], strict=True)
+                yield {path.decode(): text_fields(_paired(flat)) for path, flat in records}
 
     def list_checkpoints(self, projects: Collection[str]) -> dict[str, dict[str, str]]:
         """The checkpoints of these projects, by path. The owner in a record is its owner when it was read.
@@ -244,9 +250,16 @@ class RedisRecords:
 
     def ids(self, namespace: str, prefix: str) -> Iterator[str]:
         """The ids in a namespace that start with `prefix`, in order, a slice at a time. Reads no record."""
-        after = f"[{prefix}"
-        while slice_ := _ids(self._redis, keys.index(namespace), after, prefix):
+        for slice_ in self._id_slices(namespace, prefix):
             yield from slice_
+
+    def _id_slices(self, namespace: str, prefix: str) -> Iterator[Sequence[str]]:
+        after = f"[{prefix}"
+        while True:
+            slice_ = _ids(self._redis, keys.index(namespace), after, prefix)
+            yield slice_
+            if len(slice_) < _SLICE:
+                return
             after = f"({slice_[-1]}"
 
     def read(self, namespace: str, ids: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -283,6 +296,10 @@ def _ids(client: redis.Redis, index: str, after: str, prefix: str) -> list[str]:
     last = b"[" + prefix.encode() + b"\xff"
     found = client.zrangebylex(index, after, cast(str, last), 0, _SLICE)
     return [key.decode() for key in cast(list[bytes], found)]
+
+
+def _paired(flat: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _slices(ids: Sequence[str]) -> Iterator[Sequence[str]]:

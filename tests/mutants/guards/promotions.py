@@ -172,8 +172,8 @@ MUTANTS = (
     Mutant(
         "replicas: scripts that the server forgot",
         "app/stores/redis/client.py",
-        "        except redis.exceptions.NoScriptError:\n",
-        "        except redis.exceptions.NoPermissionError:\n",
+        "\n        except redis.exceptions.NoScriptError:\n",
+        "\n        except redis.exceptions.NoPermissionError:\n",
         f"{_REPLICAS}::test_a_server_that_forgot_the_scripts_is_sent_them_again",
     ),
     Mutant(

@@ -11,6 +11,7 @@ _SESSIONS = f"{_STORES}/test_session_lists.py"
 _LIMITS = f"{_STORES}/test_limits.py"
 _RUNS = f"{_STORES}/test_run_lists.py"
 _LISTS = "tests/unit/app/api/test_lists.py"
+_TRIPS = "tests/unit/app/api/test_round_trips.py"
 _RETIRED = "tests/unit/workers/maintenance/test_sessions.py"
 _ENDED = "test_an_ended_run_takes_its_adapters_along_and_reads_no_record_of_its_sessions_other_samplers"
 
@@ -191,6 +192,27 @@ MUTANTS = (
         "if #ids == tonumber(ARGV[4]) then found",
         "if false then found",
         f"{_RETIRED}::{_ENDED}",
+    ),
+    Mutant(
+        "runs: their checkpoints are read together, also by a server that has forgotten its scripts",
+        "app/stores/redis/client.py",
+        "                return [self(name, *argv) for argv in calls]",
+        "                raise",
+        f"{_TRIPS}::test_runs_are_listed_also_by_a_server_that_has_forgotten_its_scripts",
+    ),
+    Mutant(
+        "runs: the checkpoints of a few at a time",
+        "app/stores/redis/records.py",
+        "for start in range(0, len(prefixes), _PREFIXES):",
+        "for start, _PREFIXES in ((0, len(prefixes)),):",
+        f"{_TRIPS}::test_a_long_list_of_runs_is_read_some_runs_at_a_time",
+    ),
+    Mutant(
+        "checkpoints: the clock is asked for where one expires",
+        "app/services/tenants/access.py",
+        "if any(one.expires_at is not None for _, one in found):",
+        "if False:",
+        f"{_TRIPS}::test_the_clock_is_asked_for_once_where_a_checkpoint_expires",
     ),
     # Positions of many waiting calls.
     Mutant(

@@ -165,6 +165,13 @@ MUTANTS = (
         "tests/security/test_tenants.py::test_what_is_somebody_elses_is_as_if_it_were_not_there",
     ),
     Mutant(
+        "a run of somebody else is not there",
+        "app/services/tenants/access.py",
+        " or not caller.sees(load(Model, stored).owner)",
+        "",
+        "tests/security/test_tenants.py::test_what_is_somebody_elses_is_as_if_it_were_not_there",
+    ),
+    Mutant(
         "limits of projects: the seq of a call that is refused for good",
         "app/api/training.py",
         " or isinstance(error, LimitReached)",

@@ -166,9 +166,9 @@ def test_of_a_run_the_public_checkpoints_and_those_of_the_projects_are_found_in_
     for i in range(10):
         put(stored, f"private{i}", "other")
     stored.put("checkpoints", path("s0x", "a"), fields())
-    assert stored.readable_checkpoints("tinker://s0:train:0/", {"me", "you"}) == {
-        own: dict(fields()),
-        public: {**fields("other"), "public": "true"},
-    }
-    assert stored.readable_checkpoints("tinker://s0:train:0/", set()).keys() == {public}
-    assert stored.readable_checkpoints("tinker://never:train:0/", {"me"}) == {}
+    run = ["tinker://s0:train:0/"]
+    assert list(stored.readable_checkpoints(run, {"me", "you"})) == [
+        {own: dict(fields()), public: {**fields("other"), "public": "true"}}
+    ]
+    assert [found.keys() for found in stored.readable_checkpoints(run, set())] == [{public}]
+    assert list(stored.readable_checkpoints(["tinker://never:train:0/"], {"me"})) == [{}]
