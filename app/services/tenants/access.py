@@ -183,32 +183,31 @@ class Authenticator:
     def _by_id(self, id_: str) -> Caller:
         if id_ in map(project_of, self._digests):
             return Caller.alone(id_)
-        key = self._key(id_)
-        if key is None:
+        found = self._find(id_)
+        if found is None:
             raise Unauthorized(_UNKNOWN)
-        return self._holder_of(key)
+        return self._holder_of(*found)
 
     def _by_secret(self, id_: str, secret: str) -> Caller:
         """The caller of a key, by its id and secret. Only a client that knows the secret learns the reason of a
         rejection."""
-        key = self._key(id_)
-        if not hmac.compare_digest(hash_secret(secret), key.digest if key else "") or key is None:
+        found = self._find(id_)
+        if not hmac.compare_digest(hash_secret(secret), found[0].digest if found else "") or found is None:
             raise Unauthorized(_UNKNOWN)
-        return self._holder_of(key)
+        return self._holder_of(*found)
 
-    def _holder_of(self, key: Key) -> Caller:
+    def _holder_of(self, key: Key, user: User | None) -> Caller:
         if key.revoked_at is not None:
             raise Unauthorized("this API key was revoked")
         if key.expires_at is not None and key.expires_at <= self._records.now():
             raise Unauthorized("this API key has expired")
-        user = self._records.find(User, key.user)
         if user is None or user.removed:
             raise Unauthorized("the user of this API key was removed")
         return Caller(key.id, user.id, user.organisation, key.project, user.roles, frozenset(key.scopes))
 
-    def _key(self, id_: str) -> Key | None:
-        found = self._records.find(Key, id_)
-        return self._records.find(Key, id_) if found is None and self._account_recovery() else found
+    def _find(self, id_: str) -> tuple[Key, User | None] | None:
+        found = self._records.find_key(id_)
+        return self._records.find_key(id_) if found is None and self._account_recovery() else found
 
 
 class Tokens:

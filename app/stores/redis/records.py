@@ -119,6 +119,11 @@ class RedisRecords:
         stored = {name: text.decode() for name, text in zip(names, found, strict=True) if text is not None}
         return load(cls, stored) if stored else None
 
+    def find_key(self, id_: str) -> tuple[Key, User | None] | None:
+        """An API key and its user, if that is there, in one round trip; None if there is no such key."""
+        key, user = (text_fields(_paired(flat)) for flat in self._run("key_and_user", id_))
+        return (load(Key, key), load(User, user) if user else None) if key else None
+
     def get(self, namespace: str, key: str) -> dict[str, str] | None:
         """All fields of a record, with those that are no field of its class; None if there is none."""
         return text_fields(read_hash(self._redis, keys.record(namespace, key))) or None

@@ -150,6 +150,13 @@ for _, path in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:checkpoints', '[
 end
 return found
 
+-- script: key_and_user flags=no-writes
+-- Read an API key and its user, since every request of an account needs both. ARGV: key id. Returns the fields and values
+-- of the key, and those of its user; of each none if there is none.
+local key = 'tinsmith:keys:' .. ARGV[1]
+local user = redis.call('HGET', key, 'user')
+return {redis.call('HGETALL', key), user and redis.call('HGETALL', 'tinsmith:users:' .. cjson.decode(user)) or {}}
+
 -- script: relist flags=allow-oom
 -- needs: stored
 -- Correct a project's list of checkpoints. ARGV: project, paths that may belong on the list or not. Returns 1.

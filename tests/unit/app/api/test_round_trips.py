@@ -74,12 +74,12 @@ def test_a_read_takes_no_more_round_trips_than_its_budget_however_much_it_lists(
     assert len(sent) == budget, sent
 
 
-def test_a_key_of_an_account_costs_two_more(api: Api, tenant: Tenant) -> None:
+def test_a_key_of_an_account_costs_one_more(api: Api, tenant: Tenant) -> None:
     mine = Api(api.client, api.services, tenant.key("member"))
     run = mine.model()
     with round_trips() as sent:
         assert mine.post("get_info", {"model_id": run}).status_code == 200
-    assert len(sent) == 3, sent
+    assert len(sent) == 2, sent
 
 
 def test_a_long_list_of_runs_is_read_some_runs_at_a_time(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import time
 import pytest
 import redis
 
+from app.domain.accounts import Key, User
 from app.domain.records import Model
 from app.stores.redis import records
 from app.stores.redis.records import RedisRecords, dump
@@ -46,6 +47,16 @@ def test_a_field_that_an_earlier_version_did_not_write_has_its_default(stored, c
     stored.put("models", "a", dump(Model("me", "s", "base", 1.5, key="k")))
     client.hdel("tinsmith:models:a", "key", "full", "user_metadata")
     assert stored.find(Model, "a") == Model("me", "s", "base", 1.5)
+
+
+def test_a_key_is_found_with_its_user_and_without_a_user_that_is_gone(stored, client):
+    user = User("u", "org", "a@example.org", 1.0, {"p": "member"})
+    key = Key("k", "u", "p", "digest", ["train"], "name", "", 2.0)
+    stored.put("keys", "k", dump(key))
+    assert stored.find_key("k") == (key, None)
+    stored.put("users", "u", dump(user))
+    assert stored.find_key("k") == (key, user)
+    assert stored.find_key("u") is None
 
 
 def test_what_expired_is_not_listed_and_leaves_the_index(stored, client):
