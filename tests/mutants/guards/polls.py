@@ -116,6 +116,15 @@ MUTANTS = (
         "tests/unit/app/api/test_futures.py"
         "::test_a_suspended_poll_is_resumed_by_its_result_and_counted_once_with_its_whole_time",
     ),
+    # Requests that have arrived.
+    Mutant(
+        "worker: a header that is too long, behind another request",
+        _WORKER,
+        "        if arrival.is_whole and not arrival.is_too_long:",
+        "        if arrival.is_whole:",
+        "tests/unit/app/test_gunicorn_worker.py"
+        "::test_a_header_that_is_too_long_is_refused_also_behind_a_request_of_its_connection",
+    ),
     # Several API processes.
     Mutant(
         "processes: held polls are added up",

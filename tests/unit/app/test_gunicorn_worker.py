@@ -81,6 +81,44 @@ def test_a_request_that_has_arrived_gets_a_thread_at_once_also_from_a_worker_tha
     assert (given, worker.nr_conns) == ([conn], 1)
 
 
+@pytest.mark.parametrize("more", [b"", HEAD + b"\r\n"])
+def test_the_event_loop_waits_for_no_request_that_is_there_already(
+    worker: Worker, pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch, more: bytes
+) -> None:
+    given: list[TConn] = []
+    monkeypatch.setattr(ThreadWorker, "enqueue_req", lambda self, conn: given.append(conn))
+    monkeypatch.setattr(worker.poller, "register", lambda *_: pytest.fail("it waits"))
+    conn = TConn(Config(), pair[0], ("1.2.3.4", 5), None)
+    pair[1].sendall(HEAD + KEY + SMALL + b"\r\n12345" + more)
+    worker.enqueue_req(conn)
+    assert next(conn.parser).body.read() == b"12345"
+    if more:
+        worker.enqueue_req(conn)
+    assert given == [conn] * (2 if more else 1)
+
+
+def test_a_header_that_is_too_long_is_refused_also_behind_a_request_of_its_connection(
+    worker: Worker, pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[TConn] = []
+    monkeypatch.setattr(ThreadWorker, "enqueue_req", lambda self, conn: given.append(conn))
+    conn = TConn(Config(), pair[0], ("1.2.3.4", 5), None)
+    pair[1].sendall(HEAD + KEY + SMALL + b"\r\n12345" + HEAD + b"Long: " + b"a" * 2**16 + b"\r\n\r\n")
+    worker.enqueue_req(conn)
+    assert next(conn.parser).body.read() == b"12345"
+    worker.enqueue_req(conn)
+    assert (given, worker.nr_conns) == ([conn], 0)
+
+
+def test_a_connection_that_its_client_closes_between_two_requests_is_closed(
+    worker: Worker, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    pair[1].close()
+    worker.enqueue_req(TConn(Config(), pair[0], ("1.2.3.4", 5), None))
+    worker.wait_for_and_dispatch_events(60)
+    assert worker.nr_conns == 0
+
+
 def test_a_worker_that_stops_still_waits_for_clients_to_read_their_last_response(
     worker: Worker, pair: tuple[socket.socket, socket.socket]
 ) -> None:
