@@ -43,6 +43,7 @@ class BaseModels:
     def __init__(self, settings: Settings, store: RedisRecords) -> None:
         self._settings = settings
         self._records = store
+        self._tokenizers = {base.name: _located(base.tokenizer or base.path) for base in settings.base_models}
         self._known: dict[tuple[str, str], BaseModelInfo] = {}
         self._shapes: dict[tuple[str, str], list[list[Any]]] = {}
         self._lock = threading.Lock()
@@ -158,10 +159,8 @@ class BaseModels:
 
     def tokenizer(self, name: str) -> str:
         """The location of the model's tokenizer: a hub id, or an absolute folder."""
-        base = self._settings.base_model(name)
-        source = (base.tokenizer or base.path) if base else name
-        folder = Path(source).expanduser()
-        return str(folder.resolve()) if folder.is_dir() else source
+        source, folder = self._tokenizers.get(name) or _located(name)
+        return str(folder) if folder.is_dir() else source
 
     def arch(self, name: str) -> str | None:
         """The architecture, or None until a worker has reported it."""
@@ -177,6 +176,12 @@ def roles(base: BaseModelSettings) -> Sequence[str]:
     """The roles of the workers that serve a base model."""
     sections = base.workers
     return [role for role, name in _SECTIONS.items() if name in sections and sections[name].count]
+
+
+def _located(source: str) -> tuple[str, Path]:
+    """The source, and the absolute folder that it means if there is one. Symbolic links are not followed: every
+    get_info would ask the system for each part of the path."""
+    return source, Path(source).expanduser().absolute()
 
 
 def _info(worker: Worker) -> BaseModelInfo:
