@@ -1,4 +1,4 @@
-"""Reads a second of one API process, and the processor time of each, beside a bare Flask route with the same settings.
+"""Reads a second of one API process, and the processor time of each, beside bare Flask with the same settings.
 
 The client only sends prepared bytes and looks for the end of each answer. It takes some 0.05 ms a read of its own core.
 """
@@ -11,52 +11,75 @@ import re
 import select
 import socket
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+import tomli_w
+
 from app import ids
+from app import settings as settings_module
 from app.domain.records import Checkpoint
 from app.domain.results import Result
+from app.settings import SETTINGS_VARIABLE
 from app.stack import checks
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import OwnedElsewhere
-from ops.bench import api_body, held_polls, servers, timing
+from ops.bench import api_body, held_polls, servers, side, timing
 from ops.bench.client import Client
 from ops.bench.report import Goal, Outcome
 
 _CONNECTIONS = 32
 _SECONDS, _ROUNDS = 1.0, 7
 _RUNS = _CHECKPOINTS = 10
-_READS_GOAL = 2000.0
+_READS_GOAL, _TIMES_GOAL = 2000.0, 3.5
+_WIDE = "get_info, a process for each core"
 _LENGTH = re.compile(rb"\r\ncontent-length: ([0-9]+)\r\n", re.IGNORECASE)
 Figures = Mapping[str, float]
 
 
 def run(folder: Path, seconds: float = _SECONDS, rounds: int = _ROUNDS) -> Outcome:
     with servers.prepared_api(folder, api_body.INFO) as api, ExitStack() as stack:
-        bare = _bare(api)
+        bare, wide = _bare(api), _with(api, processes=side.CORES)
+        groups = [stack.enter_context(servers.running_api(each)) for each in (bare, api, wide)]
+        reads = _reads(api)
         sides = {
-            **_sides(bare, stack.enter_context(servers.running_api(bare)), _bare_reads(), seconds),
-            **_sides(api, stack.enter_context(servers.running_api(api)), _reads(api), seconds),
+            **_sides(bare, groups[0], _bare_reads(), seconds),
+            **_sides(api, groups[1], reads, seconds),
+            **_sides(wide, groups[2], {_WIDE: reads["get_info"]}, seconds),
         }
         timing.alternate(1, sides)
-        found = {name: _medians(each) for name, each in timing.alternate(rounds, sides).items()}
+        found = {name: _figures(each) for name, each in timing.alternate(rounds, sides).items()}
     figures = {"connections": _CONNECTIONS, "runs": _RUNS, "checkpoints": _CHECKPOINTS, "reads": found}
-    return Outcome(figures, (Goal("get_info", found["get_info"]["a_second"], "at_least", _READS_GOAL, "a second"),))
+    return Outcome(figures, tuple(_goals(found)))
+
+
+def _goals(found: Mapping[str, Figures]) -> Iterator[Goal]:
+    times = found["get_info"]["least_server_ms"] / found["bare POST"]["least_server_ms"]
+    yield Goal("get_info: processor time, of bare Flask's", times, "at_most", _TIMES_GOAL, "x")
+    yield Goal(_WIDE, found[_WIDE]["a_second"], "at_least", _READS_GOAL, "a second")
 
 
 def _bare(api: servers.Api) -> servers.Api:
-    """The bare application on another port, with gunicorn's own threaded worker."""
-    port = checks.free_port("127.0.0.1", 0)
-    settings = api.settings.model_copy(update={"api": api.settings.api.model_copy(update={"port": port})})
-    *gunicorn, _ = api.command.argv
-    argv = (*gunicorn, "-k", "gthread", "-b", f"127.0.0.1:{port}", "ops.bench.bare_flask:application")
-    return replace(api, settings=settings, command=replace(api.command, argv=argv))
+    """The bare application, with gunicorn's own threaded worker."""
+    other = _with(api)
+    argv = (*other.command.argv[:-1], "-k", "gthread", "ops.bench.bare_flask:application")
+    return replace(other, command=replace(other.command, argv=argv))
+
+
+def _with(api: servers.Api, **options: int) -> servers.Api:
+    """The same API on another port, with these settings of its section."""
+    settings = tomllib.loads(api.settings_file.read_text())
+    settings["api"] |= {"port": checks.free_port("127.0.0.1", 0), **options}
+    file = api.settings_file.with_name(f"settings-{settings['api']['port']}.toml")
+    file.write_text(tomli_w.dumps(settings))
+    command = replace(api.command, environ={SETTINGS_VARIABLE: str(file)})
+    return replace(api, settings=settings_module.load(file), settings_file=file, command=command)
 
 
 def _bare_reads() -> Mapping[str, bytes]:
@@ -159,5 +182,7 @@ def _cpu_s(group: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _medians(rounds: Sequence[Figures]) -> Figures:
-    return {name: median(each[name] for each in rounds) for name in rounds[0]}
+def _figures(rounds: Sequence[Figures]) -> Figures:
+    """The medians, and the least processor time of a round: other work on the machine only ever adds to it."""
+    found = {name: median(each[name] for each in rounds) for name in rounds[0]}
+    return {**found, "least_server_ms": min(each["server_ms"] for each in rounds)}
