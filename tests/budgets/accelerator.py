@@ -1,7 +1,7 @@
 """A stand-in for a GPU: tensors of a device of its own, computed on the CPU, and counts of what a GPU would do.
 
 torch's PrivateUse1 device is made known as "gpu", once and for the whole process. An operation on tensors of two
-devices is an error, as on a GPU.
+devices is an error, as on a GPU. So is a single number of the CPU, which some operations of a GPU take.
 
 Operations of CUDA are counted as there: a grouped product is two kernels, the first of which finds the groups'
 addresses, and a foreach operation one for up to 64 tensors of the same strides.
@@ -10,12 +10,13 @@ addresses, and a foreach operation one for up to 64 tensors of the same strides.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen
 from torch import Tensor
 from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
@@ -38,6 +39,9 @@ class _Module(_DummyBackendModule):
 
     def get_device_capability(self, device: torch.device) -> tuple[int, int]:
         return 9, 0
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
 
 
 _setup_privateuseone_for_python_backend("gpu", backend_module=_Module())
@@ -85,7 +89,30 @@ class DeviceTensor(torch.Tensor):
     ) -> Any:
         return _computed(func, args, kwargs or {}, None)
 
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
 
+    def untyped_storage(self) -> Any:
+        return self.held.untyped_storage()
+
+
+def _made_by(make: Callable[..., Tensor]) -> Callable[..., DeviceTensor]:
+    def made(*sizes: Any, **options: Any) -> DeviceTensor:
+        return DeviceTensor(make(*sizes, **{**options, "device": "cpu", "pin_memory": False}))
+
+    return made
+
+
+def _copy_from(source: Tensor, target: DeviceTensor, non_blocking: bool = False) -> DeviceTensor:
+    target.held.copy_(_inner(source))
+    return target
+
+
+# What torch calls past a TorchDispatchMode, or in a thread without one.
+_LIBRARY = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("empty.memory_format", _made_by(torch.empty), "PrivateUse1")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("empty_strided", _made_by(torch.empty_strided), "PrivateUse1")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")  # type: ignore[no-untyped-call]
 _foreach_utils._foreach_supported_types.append(DeviceTensor)  # type: ignore[arg-type]
 
 
@@ -102,8 +129,13 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def counted() -> Iterator[Counts]:
     """Counts the operations on DEVICE within the block."""
     counts = Counts()
-    with _Counting(counts):
-        yield counts
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor(..., device=DEVICE) copies past the mode
+    try:
+        with _Counting(counts):
+            yield counts
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
 
 
 def _computed(func: Any, args: Any, kwargs: Any, counts: Counts | None) -> Any:
@@ -123,12 +155,13 @@ def _computed(func: Any, args: Any, kwargs: Any, counts: Counts | None) -> Any:
 
 
 def _inner(leaf: Any) -> Any:
-    return leaf.held if isinstance(leaf, DeviceTensor) else leaf
+    """The leaf as a kernel takes it. Below `__torch_dispatch__` nothing else carries out a conjugate that is due."""
+    return leaf.held.resolve_conj() if isinstance(leaf, DeviceTensor) else leaf
 
 
 def _check_devices(func: Any, tensors: list[Tensor]) -> None:
     copies = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
-    foreign = [tensor for tensor in tensors if not isinstance(tensor, DeviceTensor) and tensor.dim() > 0]
+    foreign = [tensor for tensor in tensors if not isinstance(tensor, DeviceTensor)]
     if foreign and not copies:
         raise RuntimeError(f"{func} got tensors of two devices: one of the CPU is {tuple(foreign[0].shape)}")
 

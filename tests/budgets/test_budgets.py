@@ -9,15 +9,22 @@ from typing import Any
 
 import pytest
 
+from app.domain.losses import CUSTOM, LOSSES
+from tests.parity.architectures import CASES
+
 Counts = dict[str, dict[str, int]]
+
+
+def printed(module: str) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-m", "tests.budgets"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return printed("tests.budgets")
 
 
 @pytest.fixture
@@ -63,3 +70,11 @@ def test_attention_in_one_call_equals_the_formula(measured: dict[str, Any]) -> N
     """With grouped heads, datums of any lengths, and windows."""
     assert measured["attention errors"].keys() == {"None", "3", "8"}
     assert max(measured["attention errors"].values()) < 0.01
+
+
+def test_training_mixes_no_tensors_of_two_devices_and_leaves_all_on_the_gpu() -> None:
+    """Every family, loss, kind of model and dtype of the base; images, given experts, and layers computed again."""
+    errors = printed("tests.budgets.placement")
+    assert "got tensors of two devices" in errors.pop("two devices"), "the stand-in is no GPU"
+    assert errors.keys() > {*CASES, *LOSSES} - {CUSTOM}
+    assert {case: error for case, error in errors.items() if error} == {}

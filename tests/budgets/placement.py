@@ -1,0 +1,123 @@
+"""Trains on a stand-in for a GPU, where an operation on tensors of two devices is an error, and prints errors as JSON.
+
+Every family in bf16, and every loss, kind of model and setting that brings other tensors to the device. It has a
+process of its own, as `tests.budgets` has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from app.domain import losses
+from app.domain.ops import AdamParams, ForwardBackward, LoraSpec, OptimStep, Ragged
+from app.errors import OpError
+from app.settings import BaseModelSettings
+from tests import pictures
+from tests.budgets.accelerator import DEVICE, counted
+from tests.custom_losses import parsed, square
+from tests.parity import architectures, test_images
+from tests.parity.datums import batch, data, supervised
+from workers.backends.training import backends
+from workers.backends.training.base import BackendOp, Create
+from workers.backends.training.trainer import Trainer
+
+Ops = Sequence[ForwardBackward]
+_STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0))
+_UNEVEN = (23, 9, 40), (9, 3, 3)
+_LAYERS, _EXPERTS = 2, 4  # of every case in tests/parity/architectures.py
+
+
+def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Trainer]]]:
+    """Yields each case by name, with what trains it."""
+    for case in architectures.CASES:
+        yield case, partial(_trained, architectures.build(case, folder / case), _ops("cross_entropy"))
+    dense, sparse = (partial(_trained, folder / case) for case in ("llama", "qwen3-moe"))
+    alone, *_ = both = _ops("cross_entropy")
+    for loss, spec in losses.LOSSES.items():
+        if loss != losses.CUSTOM:
+            yield loss, partial(dense, _ops(loss), critic=spec.critic)
+    custom = parsed(square, {"logprobs": 1})
+    yield "custom loss", partial(dense, [replace(op, loss_fn=losses.CUSTOM, custom=custom) for op in both])
+    yield "entropy", partial(dense, [replace(op, loss_config={losses.ENTROPY: 0.1}) for op in both])
+    yield "three targets", partial(dense, [ForwardBackward(batch(supervised(0, (9, 4), width=3)), "cross_entropy")])
+    yield "forward only", partial(dense, [replace(op, forward_only=True) for op in both])
+    yield "one model", partial(dense, [alone])
+    yield "full fine-tuning", partial(dense, [alone], full=True)
+    yield "full fine-tuned critic", partial(dense, _ops("ppo_critic")[:1], full=True, critic=True)
+    yield "offloaded", partial(dense, [alone], full=True, offload=True)
+    for dtype in ("float32", "nf4", "int8", "fp8"):
+        yield dtype, partial(dense, both, dtype=dtype)
+    for again in (False, True):
+        routed = [_routed(op) for op in both]
+        yield f"given experts, layers again: {again}", partial(sparse, routed, activation_checkpointing=again)
+    seeing = pictures.tiny_reader("qwen3-vl-moe", folder / "seeing")
+    yield "images", partial(_trained, seeing, [test_images.op(0), *both])
+
+
+def _ops(loss: str) -> list[ForwardBackward]:
+    return [ForwardBackward(batch(data(loss, seed, lengths)), loss) for seed, lengths in enumerate(_UNEVEN)]
+
+
+def _routed(op: ForwardBackward) -> ForwardBackward:
+    """The Op with experts for each token."""
+    rng = np.random.default_rng(0)
+    routes = [rng.random((n, _LAYERS, _EXPERTS)).argsort(-1)[..., :2] for (n,) in op.batch.tokens.shapes]
+    return replace(op, batch=replace(op.batch, routes=Ragged.of(routes, np.uint8)))
+
+
+def _trained(
+    base: Path, ops: Ops, *, dtype: str = "bfloat16", critic: bool = False, full: bool = False, **settings: Any
+) -> Trainer:
+    """Two passes and a step of a model for each Op, which share the passes. The first model is saved and read between
+    the passes."""
+    named = BaseModelSettings(name="tests", path=str(base), dtype=dtype, trainer={"backend": "torch", **settings})
+    trainer = backends.create(named, full=full)
+    trainer.open()
+    models = {f"m{number}": op for number, op in enumerate(ops)}
+    for number, model in enumerate(models):
+        lora = None if full else LoraSpec(rank=4 << number, train_mlp=number == 0)
+        _apply(trainer, {model: Create(lora, critic=critic)})
+    _apply(trainer, models)
+    with TemporaryDirectory() as saved:
+        trainer.capture("m0", optimizer=True, gradients=True)(Path(saved))
+        _apply(trainer, {"m0": Create(None, Path(saved), optimizer=True, critic=critic, gradients=True)})
+    _apply(trainer, models)
+    _apply(trainer, dict.fromkeys(models, _STEP))
+    return trainer
+
+
+def _apply(trainer: Trainer, ops: Mapping[str, BackendOp]) -> None:
+    for outcome in trainer.apply(ops).values():
+        if isinstance(outcome, OpError):
+            raise outcome
+
+
+def _error(run: Callable[[], Any]) -> str:
+    """The first error of a case, or the tensors of the trainer that are not on the device; "" for none."""
+    try:
+        trainer = run()
+    except Exception as error:
+        return repr(error)[:300]
+    model = trainer._engine.base.model
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, state in trainer._states.items():
+        tensors |= {f"{name} {number}": tensor for number, tensor in enumerate(state.tensors())}
+    return ", ".join(name for name, tensor in tensors.items() if tensor.device != DEVICE)[:300]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    backends.rank_device = lambda settings: DEVICE
+    with TemporaryDirectory() as made, counted():
+        found = {name: _error(run) for name, run in cases(Path(made))}
+        found["two devices"] = _error(lambda: torch.ones(2, device=DEVICE) + torch.ones(2))
+        print(json.dumps(found))
