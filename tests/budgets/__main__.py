@@ -36,10 +36,11 @@ class Case:
 
     tenants: int
     lengths: Sequence[int]
+    family: str = "qwen3"
 
     def counts(self, folder: Path, layers: int) -> Counts:
         backends.rank_device = lambda settings: DEVICE
-        trainer = BareTrainer(_settings(folder, layers), self.tenants, rank=8)
+        trainer = BareTrainer(_settings(folder, self.family, layers), self.tenants, rank=8)
         ops = {f"m{tenant}": _operation(self.lengths[tenant :: self.tenants]) for tenant in range(self.tenants)}
         trainer.apply(ops)
         with counted() as counts:
@@ -54,6 +55,7 @@ CASES = {
     "1 tenant, 4 times the tokens": Case(1, [4 * length for length in _UNEVEN]),
     "16 tenants": Case(16, _EVEN),
     "16 uneven tenants": Case(16, _UNEVEN),
+    "16 uneven tenants, experts": Case(16, _UNEVEN, "qwen3-moe"),
 }
 
 
@@ -69,10 +71,10 @@ def _operation(lengths: Sequence[int]) -> ForwardBackward:
     )
 
 
-def _settings(folder: Path, layers: int) -> BaseModelSettings:
-    base = folder / str(layers)
+def _settings(folder: Path, family: str, layers: int) -> BaseModelSettings:
+    base = folder / f"{family} {layers}"
     if not base.exists():
-        byte_tokenizer().save_pretrained(build("qwen3", base, num_hidden_layers=layers))
+        byte_tokenizer().save_pretrained(build(family, base, num_hidden_layers=layers))
     trainer = TrainerSettings(backend="torch")
     return BaseModelSettings(name="tests/budgets", path=str(base), dtype="bfloat16", trainer=trainer)
 

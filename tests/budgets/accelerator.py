@@ -47,7 +47,7 @@ class _Module(_DummyBackendModule):
 _setup_privateuseone_for_python_backend("gpu", backend_module=_Module())
 DEVICE = torch.device("gpu", 0)
 _MEMORY_ALONE = ("aten.detach", "aten.empty", "aten.new_empty", "aten.alias", "aten._unsafe_view", "aten.lift_fresh")
-_WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.repeat_interleave.Tensor")
+_WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.bincount")
 _FOREACH = 64
 
 
@@ -177,7 +177,10 @@ def _count(func: Any, args: Any, kwargs: Any, counts: Counts) -> None:
 
 
 def _waits(func: Any, args: Any, kwargs: Any) -> bool:
-    """True for a copy from or to the host, unless it is a non-blocking one, and for a mask."""
+    """True for a copy from or to the host, unless it is a non-blocking one, for a mask, and for repeats without their
+    sum."""
+    if func is torch.ops.aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
     if func is torch.ops.aten._to_copy.default:
         moves = isinstance(args[0], DeviceTensor) == (kwargs.get("device") == torch.device("cpu"))
         return moves and not kwargs.get("non_blocking")

@@ -47,7 +47,7 @@ def test_the_host_waits_once_a_micro_batch_and_twice_an_op(counts: Counts) -> No
     """For the rows without a gradient, and for an Op's results and its gradient's norm; never for a copy to the
     device."""
     assert counts["1 tenant"]["waits"] == 3
-    for case in ("16 tenants", "16 uneven tenants"):
+    for case in ("16 tenants", "16 uneven tenants", "16 uneven tenants, experts"):
         assert counts[case]["waits"] == 1 + 2 * 16
 
 

@@ -184,21 +184,24 @@ class _Rows:
         group = chosen.reshape(-1) * kinds
         if kinds > 1:
             unit = len(group) // sum(share for _, share in segments)
-            shares = torch.tensor([share * unit for _, share in segments], device=device)
-            numbers = torch.tensor([self.adapters.index(owner) for owner in owners], device=device)
-            group = group + numbers.repeat_interleave(shares)
+            shares = _moved([share * unit for _, share in segments], device)
+            numbers = _moved([self.adapters.index(owner) for owner in owners], device)
+            group = group + numbers.repeat_interleave(shares, output_size=len(group))
         group, choices = torch.sort(group, stable=True)
-        sizes = torch.bincount(group, minlength=count * kinds)
+        # In the place of torch.bincount, for which the host waits.
+        ends = torch.searchsorted(group, torch.arange(count * kinds, device=device), right=True)
         rows = torch.arange(len(group), device=device)
         tokens = choices // chosen.shape[1]
         if hidden.dtype == torch.bfloat16 and device.type == "cpu":
-            fewer, sizes = sizes, _rounded(sizes)
+            fewer = ends.diff(prepend=ends.new_zeros(1))
+            sizes = _rounded(fewer)
             rows += (sizes - fewer).cumsum(0).sub(sizes - fewer)[group]
             tokens = tokens.new_zeros(int(sizes.sum())).index_copy(0, rows, tokens)
             group = torch.arange(len(sizes)).repeat_interleave(sizes)
+            ends = sizes.cumsum(0)
         self.tokens, self.places = tokens, torch.empty_like(choices).index_copy(0, choices, rows).view_as(chosen)
         self.experts, self.kinds = group // kinds, group % kinds
-        self.ends = sizes.cumsum(0).to(torch.int32)
+        self.ends = ends.to(torch.int32)
         self.expert_ends = self.ends[kinds - 1 :: kinds].contiguous()
 
     def gathered(self, hidden: Tensor) -> Tensor:
@@ -223,7 +226,7 @@ class _Rows:
         nothing = x.new_zeros(count, rank, x.shape[1]), x.new_zeros(count, out.shape[1], rank)
         pairs = [nothing if adapter is None else _padded(adapter.pairs[path], count, rank) for adapter in self.adapters]
         a, b = (torch.stack(parts, 1).flatten(0, 1).to(x.dtype) for parts in zip(*pairs, strict=True))
-        scalings = torch.tensor([0.0 if one is None else one.scaling for one in self.adapters], device=x.device)
+        scalings = _moved([0.0 if one is None else one.scaling for one in self.adapters], x.device)
         low = _grouped_mm(x, a.mT, self.ends) * scalings.to(x.dtype)[self.kinds, None]
         return out.add_(_grouped_mm(low, b.mT, self.ends))
 
@@ -257,6 +260,11 @@ class _Combine(torch.autograd.Function):
         of_rows = weights.new_zeros(len(x)).index_copy(0, places.flatten(), weights.flatten())
         of_weights = torch.bmm(x[places.flatten()].view(*places.shape, -1), gradient[:, :, None])[..., 0]
         return gradient.index_select(0, tokens) * of_rows[:, None], of_weights, None, None
+
+
+def _moved(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """The numbers on `device`. The host does not wait for a GPU, which may be busy with the layers before."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def _rounded(sizes: Tensor) -> Tensor:
