@@ -1,7 +1,7 @@
-"""Counts kernels and waits of training passes on a stand-in for a GPU, and prints them as JSON.
+"""Counts kernels, waits and kept bytes of training passes on a stand-in for a GPU, and prints them as JSON.
 
-It has a process of its own, because the stand-in is known to the whole process. A layer's kernels are the difference of
-a model with two layers and one with one.
+It has a process of its own, because the stand-in is known to the whole process. A layer's kernels and bytes are the
+difference of a model with two layers and one with one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.models import byte_tokenizer
 from tests.parity.architectures import build
 from workers.backends.training import backends
 from workers.backends.training.attention import packed_attention
+from workers.backends.training.memory import _kept_bytes
 from workers.backends.training.packing import runs_of
 
 _VOCABULARY = 320
@@ -39,13 +40,32 @@ class Case:
     family: str = "qwen3"
 
     def counts(self, folder: Path, layers: int) -> Counts:
-        backends.rank_device = lambda settings: DEVICE
-        trainer = BareTrainer(_settings(folder, self.family, layers), self.tenants, rank=8)
-        ops = {f"m{tenant}": _operation(self.lengths[tenant :: self.tenants]) for tenant in range(self.tenants)}
+        trainer = self._trainer(folder, layers)
+        ops = {f"m{tenant}": _operation(own) for tenant, own in enumerate(self._shares())}
         trainer.apply(ops)
         with counted() as counts:
             trainer.apply(ops)
         return counts
+
+    def kept(self, folder: Path, layers: int) -> float:
+        """Bytes of each further token that autograd keeps of a forward over the datums."""
+        trainer: Any = self._trainer(folder, layers)._backend
+        found = []
+        for times in (1, 2):
+            lengths = [times * length for own in self._shares() for length in own]
+            owners = [(trainer._states[f"m{tenant}"].adapter, len(own)) for tenant, own in enumerate(self._shares())]
+            tokens = torch.zeros(sum(lengths), dtype=torch.int64, device=DEVICE)
+            with _kept_bytes() as kept:
+                trainer._engine.hidden_states(tokens, lengths, owners)
+            found.append(sum(kept.values()))
+        return (found[1] - found[0]) / sum(self.lengths)
+
+    def _trainer(self, folder: Path, layers: int) -> BareTrainer:
+        backends.rank_device = lambda settings: DEVICE
+        return BareTrainer(_settings(folder, self.family, layers), self.tenants, rank=8)
+
+    def _shares(self) -> list[Sequence[int]]:
+        return [self.lengths[tenant :: self.tenants] for tenant in range(self.tenants)]
 
 
 _EVEN, _UNEVEN = [32] * 16, [32 + 3 * datum for datum in range(16)]
@@ -83,7 +103,9 @@ def _measured(case: Case, folder: Path) -> dict[str, Any]:
     one, two = (case.counts(folder, layers) for layers in (1, 2))
     layer = two.kernels.total() - one.kernels.total()
     calls = two.kernels["torch_attn._varlen_attn.default"] - one.kernels["torch_attn._varlen_attn.default"]
-    return {"layer": layer, "attention": calls, "rest": one.kernels.total() - layer, "waits": one.waits.total()}
+    kept = case.kept(folder, 2) - case.kept(folder, 1)
+    rest = one.kernels.total() - layer
+    return {"layer": layer, "attention": calls, "rest": rest, "waits": one.waits.total(), "kept": kept}
 
 
 def _attention_error(window: int | None) -> float:

@@ -11,13 +11,16 @@ from torch import Tensor
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Maps query [T, heads, D], key and value [T, kv heads, D] to [T, heads, D]."""
+    """Maps query [T, heads, D], key and value [T, kv heads, D] to [T, heads, D].
+
+    The logarithms of the softmax's sums, which a GPU keeps for the backward pass, are not computed here.
+    """
     scale, window_size = others[4:6]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for rows in _datums(ends):
         shares, values = _shares(query[rows], key[rows], scale, window_size), _repeated(value[rows], query)
         out[rows] = torch.einsum("hij,jhd->ihd", shares, values).to(query.dtype)
-    return out, torch.empty(0), torch.empty(0)
+    return out, query.new_empty(query.shape[1::-1], dtype=torch.float32), torch.empty(0)
 
 
 def backward(
