@@ -1,4 +1,5 @@
-"""Calls a sampler backend directly, in its own process: base model, one adapter, four adapters mixed.
+"""Calls a sampler backend directly, in its own process: base model, one adapter, four adapters mixed, and one sample
+alone beside `generate` of transformers and PEFT.
 
 `python -m ops.bench.bare_sampler BASE_MODEL_JSON` is the side that measures.
 """
@@ -9,10 +10,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from peft import PeftModel
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from app.domain.ops import LoraSpec
@@ -59,14 +64,31 @@ def prepare() -> Callable[[int], Samples]:
     backend = create(settings)
     info = backend.open()
     with tempfile.TemporaryDirectory() as folder:
-        for name, written in write_adapters(settings.path, Path(folder)).items():
-            backend.load(name, written)
+        written = write_adapters(settings.path, Path(folder))
+        for name, files in written.items():
+            backend.load(name, files)
             # vLLM reads the files when it first runs the adapter.
             backend.sample(name, requests(info.vocab_size)[0])
+        generating = _generator(settings.path, info.dtype, written[_ADAPTERS[0]])
     asked = requests(info.vocab_size)
+    alone = replace(asked[0], num_samples=1)
     sides: dict[str, Sequence[str | None]] = {"base": [None], "one adapter": _ADAPTERS[:1], "four adapters": _ADAPTERS}
     calls = {name: partial(_sample_ms, backend, asked, adapters) for name, adapters in sides.items()}
+    calls["alone"] = partial(_sample_ms, backend, [alone], _ADAPTERS[:1])
+    calls["generate"] = partial(_generate_ms, generating, torch.from_numpy(alone.prompt).long()[None])
     return partial(timing.alternate, sides=calls)
+
+
+def _generator(path: str, dtype: str, adapter: Path) -> Any:
+    """The base model under one adapter, by transformers and PEFT alone."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    return PeftModel.from_pretrained(model, adapter).eval()
+
+
+def _generate_ms(model: Any, prompt: Tensor) -> float:
+    return timing.timed_ms(
+        lambda: model.generate(input_ids=prompt, do_sample=True, min_new_tokens=TOKENS, max_new_tokens=TOKENS)
+    )
 
 
 def _sample_ms(backend: SamplerBackend, asked: Sequence[SampleRequest], adapters: Sequence[str | None]) -> float:
