@@ -26,7 +26,7 @@ _PACKAGES = (
 )
 
 
-# What most decides how fast a CPU trains and samples in bf16, the fastest first: by their names in /proc/cpuinfo.
+# Instructions that decide how fast a CPU trains and samples in bf16, the fastest first, as /proc/cpuinfo names them.
 _INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "asimd")
 
 

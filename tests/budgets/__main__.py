@@ -23,7 +23,7 @@ from ops.bench.bare_trainer import BareTrainer
 from tests.budgets.accelerator import DEVICE, Counts, counted
 from tests.models import byte_tokenizer
 from tests.parity.architectures import build
-from workers.backends.training import backends
+from workers.backends.training import attention, backends
 from workers.backends.training.attention import packed_attention
 from workers.backends.training.memory import _kept_bytes
 from workers.backends.training.packing import runs_of
@@ -108,8 +108,11 @@ def _measured(case: Case, folder: Path) -> dict[str, Any]:
     return {"layer": layer, "attention": calls, "rest": rest, "waits": one.waits.total(), "kept": kept}
 
 
-def _attention_error(window: int | None) -> float:
-    """The largest relative error, in bf16, of attention on the stand-in and of its gradients, against fp32 on a CPU."""
+def _attention_error(window: int | None, own_call: int = attention._OWN_CALL) -> float:
+    """The largest relative error, in bf16, of attention on the stand-in and of its gradients, against fp32 on a CPU.
+
+    `own_call`: the length from which datums have a call for each length, which is padded to a multiple of 16."""
+    attention._OWN_CALL, attention._STEP = own_call, 16
     torch.manual_seed(0)
     lengths = (5, 40, 40, 1, 17)
     shapes = {"q": (1, 4, sum(lengths), 16), "k": (1, 2, sum(lengths), 16), "v": (1, 2, sum(lengths), 16)}
@@ -129,4 +132,5 @@ if __name__ == "__main__":
     with TemporaryDirectory() as made, counted():
         counts = {name: _measured(case, Path(made)) for name, case in CASES.items()}
         errors = {str(window): _attention_error(window) for window in (None, 3, 8)}
+        errors["a call for each length"] = _attention_error(None, own_call=1)
         print(json.dumps({"counts": counts, "attention errors": errors}))

@@ -1,5 +1,7 @@
 """`python -m tests.parity.fused CASE...`, under TRITON_INTERPRET=1: fused kernels beside transformers' own layers.
 
+A case is one of tests/parity/architectures.py, or "CASE: ACTIVATION" for another activation than its own.
+
 Prints as JSON, for each case, the relative errors of hidden states and of their gradient in the embeddings, and the
 kernels that ran. It has a process of its own, because Triton chooses its interpreter when kernels are defined.
 """
@@ -61,8 +63,9 @@ def _hidden(model: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 def _measured(case: str, ran: Counter[str]) -> dict[str, Any]:
     with TemporaryDirectory() as made:
-        folder = architectures.build(case, Path(made))
-        auto = architectures.auto_class(type(architectures.config_of(case)))
+        name, _, act = case.partition(": ")
+        folder = architectures.build(name, Path(made), **({"hidden_act": act} if act else {}))
+        auto = architectures.auto_class(type(architectures.config_of(name)))
         model = auto.from_pretrained(folder, dtype=torch.float32).requires_grad_(False)
         torch.manual_seed(0)
         for parameter in model.parameters():

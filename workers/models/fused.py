@@ -53,21 +53,29 @@ def fuse(model: Any) -> bool:
     architecture = model.config.model_type
     if architecture not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         return False
-    gates = not has_experts(model)  # workers/models/experts.py computes experts
+    gate = None if has_experts(model) else _gate(model.config)  # workers/models/experts.py computes experts
     kernels = {
         "rms_norm": True,
         "rope": not architecture.startswith("qwen3_5"),  # liger-kernel has none for it, and raises an error
-        "swiglu": gates,
-        "geglu": gates,
+        "swiglu": gate in ("silu", "swish"),
+        "geglu": gate == "gelu_pytorch_tanh",
         "layer_norm": False,
         "cross_entropy": False,
         "fused_linear_cross_entropy": False,
     }
     module = sys.modules[type(model).__module__]
     before = dict(vars(module))
-    apply_liger_kernel(model, kernels)
-    _restore(vars(module), before)
+    try:
+        apply_liger_kernel(model, kernels)
+    finally:
+        _restore(vars(module), before)
     return True
+
+
+def _gate(config: Any) -> str | None:
+    """The activation of the MLPs, which liger-kernel takes for granted."""
+    text = config.get_text_config()
+    return getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", None)
 
 
 def _restore(module: dict[str, Any], before: dict[str, Any]) -> None:

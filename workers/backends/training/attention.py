@@ -3,8 +3,8 @@
 transformers calls it in place of its own attention (`NAME` is registered with it). `runs` reaches it as a keyword
 argument of the model's forward. transformers makes no mask for a name that it does not know.
 
-A GPU runs all datums in one call, unless neighbours of one length are long enough to be faster in calls of their own.
-Elsewhere, and with a cap or sinks, neighbours of one length run together too. Attention
+A GPU runs all datums in one call, or long ones in a call for each length. Elsewhere, and with a cap or sinks,
+neighbours of one length run together. Attention
 that needs a score for each query and key (a window, a cap, sinks) then takes memory that grows with the datum: autograd
 keeps query, key and value, and the backward pass computes the scores again. Beyond `_WHOLE_UP_TO` tokens the queries
 are also cut into blocks, so that no [tokens, tokens] tensor exists at all.
@@ -36,11 +36,11 @@ _WHOLE_UP_TO = 4096
 # Scores computed at once: 16 MB in fp32. A block needs some six tensors of this size.
 _SCORES = 2**22
 _LEAST_ROWS, _MOST_ROWS = 64, 512
-# Tokens in datums of one length from which a GPU gives them a call of their own. cuDNN computes it in 0.53 to 0.59 of
-# the time of one call for all lengths (H100, 32 heads and 8 key heads of 128 numbers, 8,192 and 32,768 tokens, forward
-# and backward).
+# A GPU gives datums of this length and more a call for each length, in 16 bits. cuDNN computes it in 0.53 to 0.59 of
+# the time of one call for all (H100, 32 heads and 8 key heads of 128 numbers, 2,048 to 32,768 tokens, forward and
+# backward).
 _OWN_CALL = 2048
-# cuDNN plans each shape that it has not seen.
+# cuDNN plans each length that it has not seen, so these are rounded up. At most an eighth is added.
 _STEP = 256
 _recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 # torch 2.11 has no such option: it groups heads without being asked.
@@ -92,7 +92,7 @@ def packed_attention(
     if width < query.shape[-1]:
         # torch's fused kernels need heads of one width (DeepSeek-V3 has 192 and 128). Without them all scores are kept.
         value = nn.functional.pad(value, (0, query.shape[-1] - width))
-    few = sliding_window is None and all(count * length >= _OWN_CALL for count, length in runs)
+    few = sliding_window is None and all(length >= _OWN_CALL for _, length in runs)
     if softcap is None and s_aux is None and not few and _in_one_call(query, value):
         return _varlen(query, key, value, runs, scaling=scaling, window=sliding_window)[..., :width], None
     cut = zip(*(_cut(tensor, runs) for tensor in (query, key, value)), strict=True)
@@ -186,12 +186,17 @@ def _in_blocks(attention: Attend, q: Tensor, k: Tensor, v: Tensor, window: int |
 def _fused(q: Tensor, k: Tensor, v: Tensor, *, scaling: float, window: int | None) -> Tensor:
     length = q.shape[2]
     mask = None if window is None else _visible(length, k.shape[2], window, q.device)
-    if mask is None and q.device.type != "cpu" and length > _STEP:  # no token sees those that are appended
-        q, k, v = (nn.functional.pad(tensor, (0, 0, 0, -length % _STEP)) for tensor in (q, k, v))
-    seen = nn.functional.scaled_dot_product_attention(
+    missing = -length % _STEP
+    if missing and mask is None and length >= _OWN_CALL and q.device.type != "cpu" and q.dtype.itemsize == 2:
+        q, k, v = (nn.functional.pad(tensor, (0, 0, 0, missing)) for tensor in (q, k, v))
+        return _scaled_dot_product(q, k, v, None, scaling)[:, :, :length]  # no token sees those behind it
+    return _scaled_dot_product(q, k, v, mask, scaling)
+
+
+def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    return nn.functional.scaled_dot_product_attention(
         q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
     )
-    return seen[:, :, :length]
 
 
 def _plain(

@@ -120,7 +120,7 @@ class HiddenStates(nn.Module):
     Other architectures give hidden states too where nothing else is wanted.
 
     `packed`: datums lie end to end and no token is padding. Otherwise datums are padded on the right to the longest.
-    `fused`: layers and head run fused kernels (workers/models/fused.py).
+    `fused`: the head runs fused kernels, and layers where there are some for them (workers/models/fused.py).
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class HiddenStates(nn.Module):
             packing.prepare(model)
         routers.wrap(model)
         self.fused = trainer.fused_kernels and fused.usable(next(model.parameters()).device)
-        if self.fused:
+        if self.fused and self.packed:  # the architectures of which tests/parity/test_fused.py shows the results
             fused.fuse(model)
         self._activations = Activations(model, trainer.activation_checkpointing, agreed)
 

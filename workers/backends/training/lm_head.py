@@ -1,9 +1,9 @@
 """Target logprobs from hidden states, and their backward pass, without the full [tokens, vocabulary] logits.
 
-Of a chunk's logits, their exponentials are kept, in the base's dtype and in the logits' own memory. The gradient in
-the logits differs from them by a factor a row and in the targets' elements: the backward pass is matrix products
-alone. Everything is computed by hand, without autograd: the loss that gives the upstream gradient is known between
-the two passes.
+Of a chunk's logits, their exponentials are kept, in the base's dtype, and in the logits' own memory unless a GPU makes
+them in one compiled kernel. The gradient in the logits differs from them by a factor a row and in the targets'
+elements: the backward pass is matrix products alone. Everything is computed by hand, without autograd: the loss that
+gives the upstream gradient is known between the two passes.
 
 The module also lists the architectures with packed attention and logits made piece by piece.
 
@@ -252,10 +252,7 @@ def _exponentials(products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _compiled() -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
     """`_exponentials` in two passes over the logits instead of six: on an H100 3 ms of 8,192 rows of 151,936 instead of
     17. Compiling takes some seconds, in this process alone."""
-    from torch._inductor import config  # which takes 2 s
-
-    config.compile_threads = 1
-    return torch.compile(_exponentials, dynamic=True)
+    return torch.compile(_exponentials, dynamic=True, options={"compile_threads": 1})
 
 
 def _entropy(below: Tensor, exps: Tensor, total: Tensor) -> Tensor:

@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from app.settings import BaseModelSettings
+from tests.parity import architectures
+from workers.backends.training import backends
 from workers.models import fused
+
+
+@pytest.mark.parametrize(
+    ("case", "setting", "layers"), [("qwen3", True, 1), ("qwen3", False, 0), ("helium (unlisted)", True, 0)]
+)
+def test_a_trainer_runs_them_in_head_and_layers_if_the_setting_and_the_architecture_allow_it(
+    case: str, setting: bool, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[Any] = []
+    monkeypatch.setattr(fused, "usable", lambda device: True)
+    monkeypatch.setattr(fused, "fuse", models.append)
+    base = str(architectures.build(case, tmp_path))
+    trainer = backends.create(
+        BaseModelSettings(
+            name="tiny", path=base, dtype="float32", trainer={"backend": "torch", "fused_kernels": setting}
+        )
+    )
+    trainer.open()
+    assert models == [trainer._engine.base.model] * layers
+    assert trainer.describe()["fused_kernels"] == setting
+    if layers:
+        with trainer._engine.head() as head:
+            assert head.fused
 
 
 def test_a_cpu_has_no_fused_kernels(caplog: pytest.LogCaptureFixture) -> None:
