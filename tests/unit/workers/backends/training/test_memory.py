@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -88,8 +89,10 @@ def test_layers_computed_again_take_the_place_of_those_behind_them() -> None:
         (-5, "auto", 1024),
     ],
 )
-def test_a_gpus_micro_batch_is_as_large_as_its_memory_allows(usable: int, setting: bool | str, wanted: int) -> None:
-    assert memory.micro_batch_tokens(FOOTPRINT, usable, setting) == wanted  # type: ignore[arg-type]
+def test_a_gpus_micro_batch_is_as_large_as_its_memory_allows(
+    usable: int, setting: bool | Literal["auto"], wanted: int
+) -> None:
+    assert memory.micro_batch_tokens(FOOTPRINT, usable, setting) == wanted
 
 
 @pytest.mark.parametrize(
