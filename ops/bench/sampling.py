@@ -17,6 +17,7 @@ import tinker
 from tinker import types
 
 from app.domain.sampling import SampleRequest
+from app.settings import BaseModelSettings
 from ops.bench import batches, client_batches, models, servers, side, timing
 from ops.bench.bare_sampler import PROMPTS, SAMPLES, TOKENS, requests
 from ops.bench.report import Goal, Outcome
@@ -29,7 +30,11 @@ _DRAWN = PROMPTS * SAMPLES * TOKENS
 
 
 def run(folder: Path) -> Outcome:
-    base = models.bundled()
+    return measured(folder, models.bundled(), _ROUNDS)
+
+
+def measured(folder: Path, base: BaseModelSettings, rounds: int) -> Outcome:
+    """The rates of an adapter of `base`."""
     base = base.model_copy(update={"sampler": base.sampler.model_copy(update={"backend": "vllm"})})
     vocab_size = json.loads((Path(base.path) / "config.json").read_text())["vocab_size"]
     with (
@@ -39,20 +44,20 @@ def run(folder: Path) -> Outcome:
         tinker.ServiceClient(base_url=stack.url, api_key=servers.API_KEY) as service,
         ThreadPoolExecutor(PROMPTS * SAMPLES) as threads,
     ):
-        sdk = _Sdk(_sampling_client(service, base.name), requests(vocab_size), threads)
+        sdk = _Sdk(_sampling_client(service, base.name, vocab_size), requests(vocab_size), threads)
         sides = {
             "sdk four each": lambda: timing.timed_ms(sdk.four_each),
             "sdk single": lambda: timing.timed_ms(sdk.single),
             "bare": lambda: {name: ms[0] for name, ms in bare.measure(1).items()},
         }
-        rounds: dict[str, list[Any]] = timing.alternate(_ROUNDS, sides)
-    return _outcome({name: (rounds[f"sdk {name}"], [one[name] for one in rounds["bare"]]) for name in _GOALS})
+        found: dict[str, list[Any]] = timing.alternate(rounds, sides)
+    return _outcome({name: (found[f"sdk {name}"], [one[name] for one in found["bare"]]) for name in _GOALS})
 
 
-def _sampling_client(service: tinker.ServiceClient, base: str) -> tinker.SamplingClient:
+def _sampling_client(service: tinker.ServiceClient, base: str, vocab_size: int) -> tinker.SamplingClient:
     """A sampling client of an adapter that was trained for one step."""
     training = service.create_lora_training_client(base_model=base, rank=_RANK).result()
-    data = client_batches.datums(batches.random_tokens(2, 32, 1000))
+    data = client_batches.datums(batches.random_tokens(2, 32, vocab_size))
     training.forward_backward(data, batches.LOSS).result()
     training.optim_step(client_batches.adam()).result()
     return training.save_weights_and_get_sampling_client().result()
@@ -86,11 +91,12 @@ def _check(results: Sequence[types.SampleResponse]) -> None:
 
 def _outcome(found: dict[str, tuple[list[float], list[float]]]) -> Outcome:
     """The goals are for the best round of each side: on a shared machine, noise only ever adds time."""
-    figures: dict[str, Any] = {"rounds": _ROUNDS, "threads": side.CORES, "tokens": _DRAWN}
+    figures: dict[str, Any] = {"threads": side.CORES, "tokens": _DRAWN}
     goals = []
     for name, (sdk, bare) in found.items():
         ratio = min(bare) / min(sdk)
         figures[name] = {
+            "rounds": len(sdk),
             "sdk_tokens_per_s": batches.rates(_DRAWN, sdk),
             "bare_tokens_per_s": batches.rates(_DRAWN, bare),
             "ratio": {"best": ratio, "median_round": median(b / a for a, b in zip(sdk, bare, strict=True))},

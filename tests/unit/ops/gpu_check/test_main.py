@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from ops.gpu_check import __main__ as check
-from ops.gpu_check import shapes, training
-from ops.gpu_check.__main__ import _lines, _parse, _parts, _trained, goals
+from ops.gpu_check import shapes, suites, training
+from ops.gpu_check.__main__ import _lines, _parse, _parts, _served, _trained, goals
 
 DEADLINE_S = 600
 
 
-def test_a_check_writes_the_steps_of_every_batch_on_both_sides(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ops.gpu_check", "--suites", "--sizes", "tiny", "--out", str(tmp_path)]
+def test_a_check_writes_the_steps_of_every_batch_on_both_sides_and_serves_the_model(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ops.gpu_check", "--suites", "handover", "--sizes", "tiny", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     report = json.loads((tmp_path / "gpu.json").read_text())
     figures = report["figures"]
@@ -27,7 +27,16 @@ def test_a_check_writes_the_steps_of_every_batch_on_both_sides(tmp_path: Path) -
     assert [*own] == [*training.lengths("tiny")] and [*bare] == [*own][:3]
     assert all(min(row["step_s"]) > 0 for row in (*own.values(), *bare.values()))
     assert report["met"] == (done.returncode == 0), done.stderr[-3000:]
-    assert len(report["goals"]) == len(bare) + 1
+    assert figures["handover"]["added_ms"]["count"] == figures["handover"]["rounds"] > 0
+    assert len(report["goals"]) == len(bare) + 2
+
+
+def test_the_check_itself_needs_no_package_of_a_stack() -> None:
+    needed = "import sys, ops.gpu_check.__main__; print(*{'tinker', 'celery', 'flask', 'deepspeed'} & {*sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", needed], capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    assert done.stdout.strip() == ""
 
 
 def steps(seconds: dict[str, float]) -> dict[str, Any]:
@@ -39,6 +48,8 @@ def test_goals_compare_the_best_steps() -> None:
         "device": {"datasheet_flops": 1e15},
         "parity": {"ok": False},
         "zero": {"left out": "needs deepspeed"},
+        "handover": {"goals": [{"figure": "p50", "value": 3.0, "sense": "at_most", "limit": 5.0, "unit": "ms"}]},
+        "sampling": {"left out": "needs vllm"},
         "8B": {
             "tinsmith": steps({"8k": 2.0, "2k, uneven": 0.9, "2k, uneven, 16 tenants": 1.0}),
             "peft": steps({"8k": 5.0}),
@@ -48,6 +59,7 @@ def test_goals_compare_the_best_steps() -> None:
     flops = shapes.step_flops(shapes.config("8B"), [8192] * 4)
     assert found == {
         "tests of parity that passed": 0.0,
+        "p50": 3.0,
         "8B, 8k: over transformers + PEFT": 2.5,
         "8B: 16 uneven tenants over one": 0.9,
         "8B, 8k: MFU": pytest.approx(flops / 2.0 / 1e15),
@@ -56,7 +68,15 @@ def test_goals_compare_the_best_steps() -> None:
 
 def test_suites_that_may_take_all_of_the_time_come_last(tmp_path: Path) -> None:
     names = [name for name, _ in _parts(_parse([]), tmp_path)]
-    assert names == ["gpu", "parity", "optimizer", "8B", "0.6B", "4B", "architectures", "zero", "vllm", "chaos"]
+    first, sizes, served = ["gpu", "parity", "optimizer"], ["8B", "0.6B", "4B"], ["handover", "sampling"]
+    assert names == [*first, *sizes, *served, "architectures", "zero", "vllm", "chaos"]
+
+
+def test_a_stack_without_its_packages_is_left_out_by_their_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(suites.SERVED, "sampling", ["pytest", "no_such_package"])
+    assert _served("sampling", "tiny", tmp_path, DEADLINE_S) == {"left out": "needs no_such_package"}
 
 
 def test_one_side_leaves_time_to_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
