@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_admin.add_admin(commands)
     cli_admin.add_backup(commands)
     _add_import(commands)
+    _add_flower(commands)
     about = commands.add_parser("version", help="print the version", description="Print the version.")
     about.set_defaults(run=_version, parser=about)
     return parser
@@ -130,6 +131,21 @@ def _add_import(commands: argparse._SubParsersAction[_Parser]) -> None:
     imports.add_argument("--base-model", required=True, metavar="NAME", help="the base model's name on this server")
     imports.add_argument("--project", metavar="ID", help="the project that will own it (default: the only one)")
     cli_admin.add_stack_options(imports)
+
+
+def _add_flower(commands: argparse._SubParsersAction[_Parser]) -> None:
+    flower = commands.add_parser(
+        "flower",
+        help="run Celery's dashboard of the stack",
+        description="Run Flower, which shows every call with its model, state and runtime, in the foreground. It goes "
+        "on when the stack is stopped and started again. For a login, which an address other than the loopback one "
+        "needs, set FLOWER_BASIC_AUTH=user:password in the environment.",
+        allow_abbrev=False,
+    )
+    flower.set_defaults(run=_flower, parser=flower)
+    flower.add_argument("--address", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
+    flower.add_argument("--port", type=int, default=5555, help="port to listen on (default 5555)")
+    cli_admin.add_stack_options(flower)
 
 
 def _add_server_options(up: argparse.ArgumentParser) -> None:
@@ -214,15 +230,21 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _rebuild(arguments: argparse.Namespace) -> int:
-    from app.stack.recovery import rebuild
+    from app.commands.recovery import rebuild
 
     return rebuild(cli_admin.options(arguments))
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from app.stack.importing import import_folder
+    from app.commands.importing import import_folder
 
     return import_folder(cli_admin.options(arguments), arguments.folder, arguments.base_model, arguments.project)
+
+
+def _flower(arguments: argparse.Namespace) -> NoReturn:
+    from app.commands.flower import flower
+
+    flower(cli_admin.options(arguments), arguments.address, arguments.port)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """The arguments of `tinsmith admin`, `backup` and `restore`. These commands work on a stack from outside.
 
-app/stack/admin.py and app/stack/recovery.py do the work; they are imported when a command runs.
+app/commands/admin.py and app/commands/recovery.py do the work; they are imported when a command runs.
 """
 
 from __future__ import annotations
@@ -169,13 +169,13 @@ def _action(actions: Commands, name: str, function: str, about: str) -> argparse
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from app.stack import admin
+    from app.commands import admin
 
     return admin.run(options(arguments), arguments.function, arguments)
 
 
 def _show_audit(arguments: argparse.Namespace) -> int:
-    from app.stack import admin
+    from app.commands import admin
 
     return admin.show_audit(options(arguments), arguments.scope, arguments.day)
 
@@ -241,12 +241,12 @@ def _file_command(commands: Commands, name: str, about: str, more: str) -> argpa
 
 
 def _backup(arguments: argparse.Namespace) -> int:
-    from app.stack.recovery import backup
+    from app.commands.recovery import backup
 
     return backup(options(arguments), arguments.file)
 
 
 def _restore(arguments: argparse.Namespace) -> int:
-    from app.stack.recovery import restore
+    from app.commands.recovery import restore
 
     return restore(options(arguments), arguments.file)

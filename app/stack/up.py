@@ -197,15 +197,13 @@ def _with_servers(settings: Settings, folder: DataFolder) -> tuple[Settings, tup
     if settings.redis.url:
         return settings, ()
     password = folder.kept_secret("valkey-password", lambda: secrets.token_urlsafe(32))
-    ports = [settings.api.port]  # nothing listens there yet, so free_port may return the same port again
-    while len(ports) < 3:
-        port = checks.free_port("127.0.0.1", 0)
-        ports += [port] if port not in ports else []
-    _, state, broker = ports
+    files = {name: folder.run / f"{name}.conf" for name in ("valkey", "broker")}
+    state = valkey.free_port(files["valkey"], {settings.api.port})  # nothing listens there yet
+    broker = valkey.free_port(files["broker"], {settings.api.port, state})
     urls = {"url": valkey.url(state, password), "broker_url": valkey.url(broker, password)}
     servers = (
-        valkey.command("valkey", folder.valkey, folder.run / "valkey.conf", state, password, valkey.DURABLE),
-        valkey.command("broker", folder.valkey, folder.run / "broker.conf", broker, password, valkey.FORGETFUL),
+        valkey.command("valkey", folder.valkey, files["valkey"], state, password, valkey.DURABLE),
+        valkey.command("broker", folder.valkey, files["broker"], broker, password, valkey.FORGETFUL),
     )
     return settings.model_copy(update={"redis": settings.redis.model_copy(update=urls)}), servers
 

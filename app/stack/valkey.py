@@ -6,12 +6,15 @@ its messages only dispatch tasks. Its writes, four of seven in an operation, mus
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import redis
 
 from app.errors import SetupError
+from app.stack import checks
 from app.stack.child import Command
 from app.stack.data_folder import write_private
 from app.stack.memory import usable_bytes
@@ -19,10 +22,28 @@ from app.stores.redis.client import connect
 
 # Valkey refuses writes above this share of the memory that the stack may use.
 _MEMORY_SHARE = 0.25
-
+_HOST = "127.0.0.1"
 
 DURABLE = ("appendonly yes", "appendfsync always")
 FORGETFUL = ("appendonly no",)
+
+
+def free_port(config: Path, taken: Collection[int]) -> int:
+    """Returns a free port that is not `taken`: the one in `config`, which is the last stack's, where possible, so that
+    Flower and other clients find the server again."""
+    last = _last_port(config)
+    with suppress(SetupError):
+        if last and last not in taken:
+            return checks.free_port(_HOST, last)
+    while (found := checks.free_port(_HOST, 0)) in taken:
+        pass
+    return found
+
+
+def _last_port(config: Path) -> int:
+    """The port in a config file; 0 without one."""
+    lines = config.read_text().splitlines() if config.exists() else []
+    return next((int(line.removeprefix("port ")) for line in lines if line.startswith("port ")), 0)
 
 
 def command(name: str, folder: Path, config: Path, port: int, password: str, persistence: tuple[str, ...]) -> Command:
@@ -33,7 +54,7 @@ def command(name: str, folder: Path, config: Path, port: int, password: str, per
 
 
 def url(port: int, password: str) -> str:
-    return f"redis://:{password}@127.0.0.1:{port}/0"
+    return f"redis://:{password}@{_HOST}:{port}/0"
 
 
 def answers(redis_url: str) -> bool:
@@ -49,7 +70,7 @@ def _config(folder: Path, port: int, password: str, persistence: tuple[str, ...]
     memory = int(_MEMORY_SHARE * usable_bytes())
     return "\n".join(
         (
-            "bind 127.0.0.1",
+            f"bind {_HOST}",
             f"port {port}",
             f"requirepass {password}",
             f'dir "{folder}"',

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,12 @@ import pytest
 import requests
 import tinker
 
-from app.settings import SETTINGS_VARIABLE
 from tests.contract.data import ADAM, datum, sentences, supervised
-from tests.contract.stack import API_KEY, Stack
+from tests.contract.stack import API_KEY, BASE, Stack, running
 from tests.contract.test_listening import listening
 from tests.contract.test_secrets import CANARY, use
 from tests.servers import free_port
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
 LOGIN = "operator", "flower-canary"
 PAGES = ("/", "/workers", "/tasks", "/broker", "/api/workers", "/api/tasks", "/api/task/types", "/api/queues/length")
 
@@ -39,12 +37,11 @@ def flower(stack: Stack) -> Iterator[str]:
 
 @contextmanager
 def _running(stack: Stack, environ: dict[str, str]) -> Iterator[tuple[str, int]]:
-    """Flower by the command of the README: (URL, process id)."""
-    (command,) = re.findall(r"`(celery [^`]* flower[^`]*)`", README)
+    """Flower on the stack's data folder: (URL, process id)."""
     port = free_port()
     process = subprocess.Popen(
-        [sys.executable, "-m", *command.split(), f"--port={port}"],
-        env={**os.environ, SETTINGS_VARIABLE: str(stack.data_dir / "run" / "settings.toml"), **environ},
+        [sys.executable, "-m", "app.cli", "flower", f"--port={port}", f"--data-dir={stack.data_dir}"],
+        env={**os.environ, **environ},
     )
     try:
         yield f"http://127.0.0.1:{port}", process.pid
@@ -128,3 +125,21 @@ def test_it_shows_neither_payloads_nor_secrets(flower: str, stack: Stack, traini
     secrets = [API_KEY, settings.url_secret, settings.store.secret_key, *settings.api_keys]
     secrets += [sep.join(map(str, CANARY)) for sep in (", ", ",", " ")]
     assert [(path, secret) for path, text in shown.items() for secret in secrets if secret and secret in text] == []
+
+
+def test_it_goes_on_when_the_stack_is_stopped_and_started_again(
+    tmp_path_factory: pytest.TempPathFactory, base_path: Path
+):
+    folder = tmp_path_factory.mktemp("flower") / "data"
+    stack = Stack(folder, base_path, free_port(), 'backend = "torch"', 'backend = "transformers"')
+    with running(stack), _running(stack, {"FLOWER_UNAUTHENTICATED_API": "1"}) as (url, _):
+        for _ in range(2):
+            stack.stop()
+            stack.start()
+            with stack.client() as client:
+                model = client.create_lora_training_client(base_model=BASE, rank=4).result().model_id
+            await_answer(partial(_shows, f"{url}/api/tasks", model))
+
+
+def _shows(tasks: str, model: str) -> bool:
+    return any(model in (task["kwargs"] or "") for task in requests.get(tasks, timeout=60).json().values())

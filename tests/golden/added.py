@@ -101,6 +101,10 @@ _OF_IMPORT = {
     f"tinsmith import {option}"
     for option in ("-h/--help", "--base-model", "--project", "--config", "--data-dir", "--redis", "--s3")
 }
+_OF_FLOWER = {
+    f"tinsmith flower {option}"
+    for option in ("-h/--help", "--address", "--port", "--config", "--data-dir", "--redis", "--s3")
+}
 ADDED: dict[str, set[str]] = {
     "openapi": {
         "get /api/v1/public_archives/{run}/{kind}/{name}",
@@ -122,6 +126,7 @@ ADDED: dict[str, set[str]] = {
         *("tinsmith --version", "tinsmith import folder", "tinsmith admin limits set --live-sessions"),
         *(f"python -m workers.{worker} --copy" for worker in ("trainer", "sampler")),
         *_OF_IMPORT,
+        *_OF_FLOWER,
     },
     "codec": {"Image"},
     "settings": {

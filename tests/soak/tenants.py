@@ -9,9 +9,9 @@ from datetime import UTC, datetime, timedelta
 
 import tinker
 
+from app.commands.connection import account_service
 from app.domain.accounts import SCOPES
 from app.services.tenants.accounts import AccountService
-from app.stack.connection import account_service
 from app.stores.objects import create
 from app.stores.redis.records import RedisRecords
 from tests.contract.stack import Stack

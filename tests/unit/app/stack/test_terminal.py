@@ -8,14 +8,15 @@ import pytest
 import redis
 
 from app import cli
+from app.commands import recovery
 from app.demo import report
 from app.domain.accounts import Key, Organisation, Project, User
 from app.errors import TinsmithError
 from app.services.recovery import Restored
-from app.stack import recovery, terminal
+from app.stack import terminal
 from app.stores.redis.records import RedisRecords
 from tests.pages import in_mid_hour
-from tests.unit.app.stack.test_admin import Command, made, tinsmith
+from tests.unit.app.commands.test_admin import Command, made, tinsmith
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\x00\u202eltr\u2066\u200b\u2028\nforged\tline"
 __all__ = ["tinsmith"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from app import ids
+from app.commands.connection import account_service, reached, settings_of
 from app.domain.accounts import Project
 from app.domain.adapters import CONFIG_FILE, FILES, TENSORS_FILE
 from app.domain.ops import LoraSpec
@@ -20,7 +21,6 @@ from app.services.validation import check_lora
 from app.settings import Settings
 from app.stack import checks
 from app.stack.config import Options
-from app.stack.connection import account_service, reached, settings_of
 from app.stack.terminal import show
 from app.stores.objects import create
 from app.stores.objects.base import ObjectStore

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from app.commands.connection import account_service, reached, settings_of, store_name
 from app.errors import BadRequest, SetupError
 from app.services import recovery
 from app.services.recovery import Rebuild, Restored
@@ -12,7 +13,6 @@ from app.settings import Settings
 from app.stack import checks
 from app.stack.arguments import without_secrets
 from app.stack.config import Options
-from app.stack.connection import account_service, reached, settings_of, store_name
 from app.stack.terminal import show
 from app.stores.objects import create
 from app.stores.objects.base import ObjectStore, whole_file

@@ -27,13 +27,10 @@ def settings_of(options: Options) -> Settings:
     """The settings of the stack that runs on the data folder, unless a state server is given. Without --config it reads
     the file that TINSMITH_SETTINGS names, as every process of a stack does. Raises SetupError when no stack has run
     there."""
-    named = os.environ.get(SETTINGS_VARIABLE)
-    if options.config is None and named:
-        options = replace(options, config=Path(named))
-    settings = config.resolve(options, os.environ)
+    settings = config.resolve(_named(options), os.environ)
     if settings.redis.url:
         return settings
-    written = settings.data_dir.expanduser() / "run" / "settings.toml"
+    written = _written(settings)
     if not written.exists():
         raise SetupError(
             f"no stack has run on {settings.data_dir}: start `tinsmith up` on it first, or name the state server "
@@ -43,6 +40,24 @@ def settings_of(options: Options) -> Settings:
     if options.s3 is None:
         return running
     return running.model_copy(update={"store": running.store.model_copy(update={"url": options.s3})})
+
+
+def settings_file(options: Options) -> Path:
+    """The file that another process reads the same settings from. Raises SetupError as `settings_of` does."""
+    running = settings_of(options)
+    named = _named(options).config
+    return named if named and settings_module.load(named).redis.url else _written(running)
+
+
+def _named(options: Options) -> Options:
+    """Options with the config file that TINSMITH_SETTINGS names, unless they have one."""
+    named = os.environ.get(SETTINGS_VARIABLE)
+    return replace(options, config=Path(named)) if options.config is None and named else options
+
+
+def _written(settings: Settings) -> Path:
+    """The settings that `tinsmith up` wrote for its processes."""
+    return settings.data_dir.expanduser() / "run" / "settings.toml"
 
 
 def account_service(settings: Settings, objects: ObjectStore) -> AccountService:

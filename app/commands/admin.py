@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime
 
+from app.commands.connection import account_service, reached, settings_of
 from app.domain.accounts import Key, Organisation, Project, User
 from app.domain.limits import NAMES
 from app.errors import BadRequest, NotFound, SetupError
@@ -15,7 +16,6 @@ from app.services.tenants.accounts import AccountService
 from app.services.tenants.audit import AuditService
 from app.stack import checks
 from app.stack.config import Options
-from app.stack.connection import account_service, reached, settings_of
 from app.stack.terminal import row, show
 from app.stores.objects import create
 from app.stores.pages import PageFiles

@@ -1,0 +1,40 @@
+"""`tinsmith flower`: Celery's dashboard of a stack."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from ipaddress import ip_address
+from typing import NoReturn
+
+from app.commands import connection
+from app.errors import SetupError
+from app.settings import SETTINGS_VARIABLE
+from app.stack.config import Options
+
+_LOGIN = "FLOWER_BASIC_AUTH"
+
+
+def flower(options: Options, address: str, port: int) -> NoReturn:
+    """Runs Flower in the place of this process.
+
+    Raises SetupError when Flower is not installed, when no stack has run there, and for an address that others reach if
+    there is no login.
+    """
+    if find_spec("flower") is None:
+        raise SetupError('Flower is not installed; run `pip install "tinsmith[flower]"`')
+    if not (_is_loopback(address) or os.environ.get(_LOGIN)):
+        raise SetupError(
+            f"Flower on {address} would show every call to everybody; set {_LOGIN}=user:password in the environment"
+        )
+    os.environ[SETTINGS_VARIABLE] = str(connection.settings_file(options))
+    listening = (f"--address={address}", f"--port={port}")
+    os.execv(sys.executable, [sys.executable, "-m", "celery", "-A", "workers.celery_app", "flower", *listening])
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
