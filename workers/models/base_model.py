@@ -30,7 +30,7 @@ from app.domain.records import BaseModelInfo
 from app.errors import SetupError, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends.failures import ran_out_of_memory
-from workers.models import experts, packed, quantized_loading
+from workers.models import experts, packed, quantized_loading, sharded_loading
 from workers.models.coverage import has_experts, left_out, undecided
 from workers.models.images import ImageReader, reader_of
 from workers.models.lora import shapes, targets
@@ -84,8 +84,12 @@ class LoadedBase:
             raise UserOpError(f"{self.info.name} is served without images here; send text alone")
 
 
-def load(settings: BaseModelSettings, device: torch.device | None = None) -> LoadedBase:
+def load(
+    settings: BaseModelSettings, device: torch.device | None = None, split: sharded_loading.Split | None = None
+) -> LoadedBase:
     """Loads a local folder or a hub id onto `device` (default: the first GPU, else the CPU).
+
+    With `split`, each parameter is split over ranks when it is read, except as ShardOnLoad says.
 
     Only safetensors files are read, and no code of the model's repository is run. Raises SetupError when the path is
     missing or cannot be loaded, when max_context is over the model's own, or when other settings do not go with a
@@ -97,7 +101,7 @@ def load(settings: BaseModelSettings, device: torch.device | None = None) -> Loa
     device = device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     dtype = choose_dtype(settings.dtype, device)
     with explained(settings):
-        model = _from_pretrained(settings, dtype, device)
+        model = _from_pretrained(settings, dtype, _quantizer(settings, dtype, device, split))
         images = reader_of(local_path(settings.path), model)
     model = model.to(device)
     model.eval().requires_grad_(False)
@@ -148,7 +152,15 @@ def _weight_files(folder: Path) -> set[str]:
     return set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
 
 
-def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _quantizer(
+    settings: BaseModelSettings, dtype: torch.dtype, device: torch.device, split: sharded_loading.Split | None
+) -> Any:
+    if settings.quantized:
+        return quantized_loading.QuantizeOnLoad(settings.dtype, device)
+    return None if split is None else sharded_loading.ShardOnLoad(split, dtype)
+
+
+def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype, quantizer: Any) -> nn.Module:
     transformers_logging.disable_progress_bar()
     config = read_config(settings)
     kind = auto_class(config)
@@ -162,7 +174,7 @@ def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype, device: to
         attn_implementation=_attention(config),
         use_safetensors=True,
         trust_remote_code=False,
-        quantization_config=quantized_loading.QuantizeOnLoad(settings.dtype, device) if settings.quantized else None,
+        quantization_config=quantizer,
         output_loading_info=True,
     )
     _check_whole(report)

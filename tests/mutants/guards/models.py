@@ -14,8 +14,53 @@ _UNIT = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/ba
 _COVERAGE = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_coverage.py"
 _QUANTIZED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_quantized.py"
 _PACKED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_packed.py"
+_LOADING = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_loading.py"
+_SHARDED = "--confcutdir=tests/conformance tests/conformance/test_sharded_loading.py"
 
 MUTANTS = (
+    # ZeRO stage 3.
+    Mutant(
+        "sharded loading: a parameter is split when it is read",
+        "workers/backends/training/backends.py",
+        "    if settings.trainer.zero_stage < 3:\n",
+        "    if True:\n",
+        f"{_SHARDED}::test_no_rank_holds_the_whole_base_while_it_loads",
+    ),
+    Mutant(
+        "sharded loading: tied parameters are compared before they are split",
+        "workers/models/sharded_loading.py",
+        "if name in self.quantizer.whole:",
+        "if False:",
+        f"{_LOADING}::test_a_head_that_is_stored_beside_its_embedding_is_tied_if_it_is_the_same",
+    ),
+    Mutant(
+        "sharded loading: weights have the shapes of their model",
+        "workers/models/sharded_loading.py",
+        "wanted.shape != tensor.shape:",
+        "False:",
+        f"{_LOADING}::test_weights_that_do_not_fit_are_named_with_the_cause",
+    ),
+    Mutant(
+        "sharded loading: what was split is not missing",
+        "workers/models/sharded_loading.py",
+        "            missing_keys.discard(name)\n",
+        "",
+        f"{_LOADING}::test_all_parameters_but_those_that_are_tied_are_split",
+    ),
+    Mutant(
+        "sharded loading: a failure is raised as it is",
+        "workers/models/sharded_loading.py",
+        "                self.quantizer.failure = error\n",
+        "                raise\n",
+        f"{_LOADING}::test_running_out_of_memory_may_pass_also_where_a_share_is_kept",
+    ),
+    Mutant(
+        "sharded loading: parameters that transformers keeps in fp32 have the dtype of the others",
+        "workers/models/sharded_loading.py",
+        "tensor.to(config.dtype)",
+        "tensor",
+        f"{_SHARDED}::test_every_family_has_the_bits_ties_and_buffers_of_the_ordinary_load",
+    ),
     # Long datums.
     Mutant(
         "attention: queries of a long datum run in blocks",

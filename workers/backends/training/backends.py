@@ -43,6 +43,7 @@ from workers.backends.training.sequence_parallel import SequenceGroup
 from workers.backends.training.trainer import Trainer
 from workers.models import base_model
 from workers.models.base_model import LoadedBase
+from workers.models.sharded_loading import Split
 
 
 def create(settings: BaseModelSettings, *, full: bool = False) -> Trainer:
@@ -116,7 +117,7 @@ class DeepSpeedBackend(Trainer):
         trainer = self._settings.trainer
         device = rank_device(trainer)
         ranks = _join(trainer, device)
-        base = base_model.load(self._settings, device)
+        base = base_model.load(self._settings, device, _split(self._settings, device))
         trained = self.prepare(base)
         sequence = SequenceGroup.of(ranks, trainer.sequence_parallel)
         in_step = (trainer.zero_stage == 3 and ranks.size > 1) or sequence.size > 1
@@ -158,18 +159,43 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
     return RankGroup(dist.get_rank(), trainer.ranks, control_group(), store)
 
 
-def _initialize(base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerSettings) -> Any:
-    """Puts the base in a DeepSpeed engine, its fp32 buffers still in fp32: the bf16 mode would round RoPE's angles."""
-    buffers = {name: buffer.clone() for name, buffer in base.model.named_buffers() if buffer.is_floating_point()}
+def _config(trainer: TrainerSettings, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns DeepSpeed's own configuration of the engine."""
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
     if trainer.offload and trainer.zero_stage == 3:
         zero["offload_param"] = {"device": "cpu"}
-    config = {
+    return {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": zero,
-        "bf16": {"enabled": base.dtype is torch.bfloat16},
+        "bf16": {"enabled": dtype is torch.bfloat16},
         "zero_allow_untested_optimizer": True,
     }
+
+
+def _split(settings: BaseModelSettings, device: torch.device) -> Split | None:
+    """Returns what splits a parameter over the ranks at stage 3, as the engine would: None at other stages.
+
+    No rank waits for another one in it: each has read the parameter. DeepSpeed itself would send rank 0's to all.
+    """
+    if settings.trainer.zero_stage < 3:
+        return None
+    config = _config(settings.trainer, base_model.choose_dtype(settings.dtype, device))
+    init = _deepspeed().zero.Init(module=nn.Module(), config_dict_or_path=config)
+
+    def split(parameter: Any) -> None:
+        init._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+
+    return split
+
+
+def _initialize(base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerSettings) -> Any:
+    """Puts the base in a DeepSpeed engine, its fp32 buffers still in fp32: the bf16 mode would round RoPE's angles.
+
+    At stage 3 it splits the parameters that are still whole.
+    """
+    buffers = {name: buffer.clone() for name, buffer in base.model.named_buffers() if buffer.is_floating_point()}
+    config = _config(trainer, base.dtype)
     optimizer = _placeholder(hidden_states, base) if trainer.zero_stage in (1, 2) else None
     for layer in packing.datum_by_datum(base.model):
         # It runs once for each length of its datums. Stage 3 must gather it once, since ranks have different lengths.

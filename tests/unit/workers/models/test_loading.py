@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from app.errors import SetupError
 from app.settings import BaseModelSettings
@@ -82,6 +83,15 @@ def linked_out_of_the_container(folder: Path) -> None:
     (folder / "model.safetensors").symlink_to("/elsewhere/model.safetensors")
 
 
+def load_split(settings: BaseModelSettings) -> Any:
+    """As a rank whose shares are empty."""
+
+    def split(parameter: nn.Parameter) -> None:
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+    return base_model.load(settings, split=split)
+
+
 CUSTOM = {"AutoConfig": "configuration_own.Own", "AutoModelForCausalLM": "modeling_own.Own"}
 BOTH = {
     "no JSON": (text("config.json", "{oops"), "is not a valid JSON file"),
@@ -98,7 +108,7 @@ BOTH = {
 }
 
 
-@pytest.mark.parametrize("load", [base_model.load, base_model.skeleton])
+@pytest.mark.parametrize("load", [base_model.load, load_split, base_model.skeleton])
 @pytest.mark.parametrize("case", BOTH)
 def test_a_folder_that_cannot_be_loaded_is_named_with_the_cause(load: Any, case: str, folder: Path) -> None:
     break_it, said = BOTH[case]
@@ -109,10 +119,12 @@ def test_a_folder_that_cannot_be_loaded_is_named_with_the_cause(load: Any, case:
     assert "\n" not in message and len(message) < 500
 
 
+@pytest.mark.parametrize("load", [base_model.load, load_split])
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
         (config(hidden_size=128), "its weights do not have the shapes that its config.json gives"),
+        (config(vocab_size=400), "its weights do not have the shapes that its config.json gives"),
         (
             config(quantization_config={"quant_method": "gptq", "bits": 4}),
             "packed weights that Tinsmith does not read (gptq)",
@@ -121,9 +133,25 @@ def test_a_folder_that_cannot_be_loaded_is_named_with_the_cause(load: Any, case:
         (without_a_weight, "model.layers.1.mlp.up_proj.weight is missing"),
     ],
 )
-def test_weights_that_do_not_fit_are_named_with_the_cause(break_it: Break, said: str, folder: Path) -> None:
+def test_weights_that_do_not_fit_are_named_with_the_cause(load: Any, break_it: Break, said: str, folder: Path) -> None:
     break_it(folder)
-    assert said in refusal(base_model.load, folder)
+    assert said in refusal(load, folder)
+
+
+@pytest.mark.parametrize("change", [0.0, 1.0])
+def test_a_head_that_is_stored_beside_its_embedding_is_tied_if_it_is_the_same(change: float, folder: Path) -> None:
+    """Split parameters would all look the same."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + change
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for load in (base_model.load, load_split):
+        model = load(settings(folder)).model
+        assert (model.lm_head.weight is model.get_input_embeddings().weight) == (change == 0)
+
+
+def test_all_parameters_but_those_that_are_tied_are_split(folder: Path) -> None:
+    model = load_split(settings(folder)).model
+    assert [name for name, parameter in model.named_parameters() if len(parameter)] == ["model.embed_tokens.weight"]
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_named(folder: Path, whole: Path) -> None:
@@ -168,3 +196,11 @@ def test_a_hub_tokenizer_names_the_setting_that_takes_a_folder(whole: Path) -> N
 def test_running_out_of_memory_may_pass_so_it_is_no_setup_error(error: Exception, whole: Path) -> None:
     with pytest.raises(type(error)), explained(settings(whole)):
         raise error
+
+
+def test_running_out_of_memory_may_pass_also_where_a_share_is_kept(whole: Path) -> None:
+    def split(parameter: nn.Parameter) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        base_model.load(settings(whole), split=split)

@@ -17,6 +17,7 @@ from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings
 from tests import packed_checkpoints
 from tests.parity import architectures
+from tests.unit.workers.models.test_loading import load_split
 from workers.models import base_model, full_weights
 
 FORMATS = [
@@ -110,13 +111,14 @@ def test_kimi_k2_is_read_as_it_is_published(tmp_path: Path) -> None:
     assert written["model_type"] == "deepseek_v3" and "auto_map" not in written
 
 
-def test_codes_without_a_word_in_the_configuration_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("load", [base_model.load, load_split])
+def test_codes_without_a_word_in_the_configuration_are_refused(load: Any, tmp_path: Path) -> None:
     made, _ = build("deepseek-v3", packed_checkpoints.fp8, tmp_path)
     config = json.loads((made / "config.json").read_text())
     del config["quantization_config"]
     (made / "config.json").write_text(json.dumps(config))
     with pytest.raises(SetupError, match=r"weight_scale_inv scales a packed weight, but .* no quantization_config"):
-        base_model.load(settings(made))
+        load(settings(made))
 
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
