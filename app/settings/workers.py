@@ -32,7 +32,9 @@ class TrainerSettings(Section):
         "",
         description="DeepSpeed hostfile (lines 'host slots=n') of the ranks, rank 0 on the first; empty: this machine",
     )
-    zero_stage: Literal[0, 1, 2, 3] = Field(2, description="DeepSpeed ZeRO stage")
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        2, description="DeepSpeed ZeRO stage; 3: a rank holds its share of the base"
+    )
     offload: bool = Field(
         False,
         description="keep in CPU memory: ZeRO-3's base; in full fine-tuning weights, gradients and optimizer state too",

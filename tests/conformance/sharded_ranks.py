@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from app import malloc
+from app.domain.results import Done
 from app.settings import BaseModelSettings
 from workers.backends.training import backends, ranks
+from workers.backends.training.base import Create
 from workers.models import base_model
 
 _EVERY_S = 0.005
@@ -74,6 +76,21 @@ def measure(settings: str, folder: str) -> None:
     backend = backends.create(BaseModelSettings.model_validate_json(settings))
     with most_memory() as most:
         backend.open()
+    (Path(folder) / os.environ["RANK"]).write_text(str(most[0]))
+    ranks.end()
+
+
+def measure_full(settings: str, folder: str) -> None:
+    """Writes the same of a full fine-tune that is made."""
+    malloc.give_large_blocks_back()
+    backend = backends.create(BaseModelSettings.model_validate_json(settings), full=True)
+    backend.open()
+    with most_memory() as most:
+        if os.environ["RANK"] == "0":
+            assert backend.apply({"a": Create(None)}) == {"a": Done()}
+            backend.shutdown()
+        else:
+            backend.follow()
     (Path(folder) / os.environ["RANK"]).write_text(str(most[0]))
     ranks.end()
 

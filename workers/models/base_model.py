@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -109,8 +109,10 @@ def load(
     return LoadedBase(model, settings.tokenizer or settings.path, info, device, dtype, images)
 
 
-def read_weights(source: str, model: Any) -> dict[str, Tensor]:
+def read_weights(source: str, model: Any, kept: Collection[str] | None = None) -> dict[str, Tensor]:
     """Reads all parameters of a model like `model`, by name, from a folder or hub id: fp32, on the CPU.
+
+    Those that are not in `kept`, if it is given, are read one by one and returned empty, unless they are tied.
 
     Raises ValueError or OSError when files are missing or damaged, or hold a model of other shapes.
     """
@@ -122,6 +124,7 @@ def read_weights(source: str, model: Any) -> dict[str, Tensor]:
             dtype=torch.float32,
             attn_implementation="eager",
             use_safetensors=True,
+            quantization_config=None if kept is None else sharded_loading.ShardOnLoad(_emptied(kept), torch.float32),
             output_loading_info=True,
         )
     except (RuntimeError, SafetensorError) as error:
@@ -130,6 +133,14 @@ def read_weights(source: str, model: Any) -> dict[str, Tensor]:
         raise ValueError(str(error)) from None
     _check_whole(report)
     return {name: parameter.detach() for name, parameter in found.named_parameters()}
+
+
+def _emptied(kept: Collection[str]) -> sharded_loading.Split:
+    def split(name: str, parameter: nn.Parameter) -> None:
+        if name not in kept:
+            parameter.data = torch.empty(0)
+
+    return split
 
 
 def read_config(settings: BaseModelSettings) -> Any:

@@ -20,8 +20,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 _METHOD = "tinsmith_shards"
-Split = Callable[[nn.Parameter], None]
-"""Keeps a rank's share of a parameter and frees the rest: `data` is then empty."""
+Split = Callable[[str, nn.Parameter], None]
+"""Keeps a rank's share of the parameter of a name and frees the rest, or leaves it as it is."""
 
 
 @register_quantization_config(_METHOD)
@@ -100,7 +100,7 @@ class _Shard(ConversionOps):  # type: ignore[misc]
         parameter: Any = nn.Parameter(tensor.to(config.dtype), requires_grad=False)
         if name in self.quantizer.whole:
             return {name: parameter}
-        config.split(parameter)
+        config.split(name, parameter)
         parameter._is_hf_initialized = True  # else transformers would fill it with random numbers
         setattr(module, leaf, parameter)
         return {}

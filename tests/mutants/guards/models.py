@@ -24,7 +24,7 @@ MUTANTS = (
         "workers/backends/training/backends.py",
         "    if settings.trainer.zero_stage < 3:\n",
         "    if True:\n",
-        f"{_SHARDED}::test_no_rank_holds_the_whole_base_while_it_loads",
+        f"{_SHARDED}::test_no_rank_holds_the_whole_base_while_it_loads[cast]",
     ),
     Mutant(
         "sharded loading: tied parameters are compared before they are split",
@@ -59,7 +59,15 @@ MUTANTS = (
         "workers/models/sharded_loading.py",
         "tensor.to(config.dtype)",
         "tensor",
-        f"{_SHARDED}::test_every_family_has_the_bits_ties_and_buffers_of_the_ordinary_load",
+        f"{_LOADING}::test_split_parameters_have_one_dtype_as_deepspeed_demands",
+    ),
+    Mutant(
+        "full fine-tuning: a rank keeps the weights that it owns alone",
+        "workers/models/base_model.py",
+        "        if name not in kept:\n",
+        "        if False:\n",
+        "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_full_weights.py"
+        "::test_a_rank_reads_the_weights_that_it_keeps_and_of_the_others_the_names",
     ),
     # Long datums.
     Mutant(

@@ -182,7 +182,7 @@ def _split(settings: BaseModelSettings, device: torch.device) -> Split | None:
     config = _config(settings.trainer, base_model.choose_dtype(settings.dtype, device))
     init = _deepspeed().zero.Init(module=nn.Module(), config_dict_or_path=config)
 
-    def split(parameter: Any) -> None:
+    def split(_: str, parameter: Any) -> None:
         init._convert_to_deepspeed_param(parameter)
         parameter.partition()
 

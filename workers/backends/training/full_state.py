@@ -225,17 +225,20 @@ class FullFinetuneModels:
         if op.lora is not None:
             raise UserOpError("this trainer trains the base's own weights, not LoRA adapters")
         form = self._form(op.critic)
-        weights = base_model.read_weights(self.source, self.engine.base.model)
+        shards = self._shards(form)
+        weights = base_model.read_weights(self.source, self.engine.base.model, {*shards.mine()})
         if op.critic:
             weights[VALUE_HEAD] = lora.new_value_head(self.engine.base.model, torch.Generator("cpu").manual_seed(0))
-        return self._state_of(weights, form)
+        return self._state_of(weights, form, shards)
 
     def read(self, folder: Path, *, optimizer: bool, critic: bool) -> FullFinetuneState:
         form = self._form(critic)
+        shards = self._shards(form)
         try:
             _check_class(folder, form)
             check_config(folder, form)
-            state = self._state_of(base_model.read_weights(str(folder), form), form)
+            weights = base_model.read_weights(str(folder), form, {*shards.mine()})
+            state = self._state_of(weights, form, shards)
         except (OSError, ValueError, KeyError) as error:
             raise UserOpError(f"{folder.name} holds no weights for this model: {error}") from None
         if optimizer:
@@ -253,14 +256,27 @@ class FullFinetuneModels:
             raise UserOpError(f"transformers has no sequence classifier to save a critic on {base.info.arch} as")
         return classifier
 
-    def _state_of(self, weights: Mapping[str, Tensor], form: Any) -> FullFinetuneState:
-        """Makes a state of all of the form's weights; leaves out those that a critic does not use."""
-        sizes = {name: weights[name].numel() for name, _ in form.named_parameters()}
-        shards = Shards.of(sizes, self.engine.ranks, self.engine.base.device, split=self.engine.shards_optimizer)
-        masters = {
-            name: nn.Parameter(weights[name].to(self.master_device if shards.owns(name) else "meta")) for name in sizes
-        }
+    def _shards(self, form: Any) -> Shards:
+        """Assigns the form's weights to ranks."""
+        sizes = {name: _shape(parameter).numel() for name, parameter in form.named_parameters()}
+        return Shards.of(sizes, self.engine.ranks, self.engine.base.device, split=self.engine.shards_optimizer)
+
+    def _state_of(self, weights: Mapping[str, Tensor], form: Any, shards: Shards) -> FullFinetuneState:
+        """Makes a state of all of the form's weights; leaves out those that a critic does not use.
+
+        Of `weights`, a rank needs its own; the others may be empty.
+        """
+        masters = {}
+        for name, parameter in form.named_parameters():
+            weight = weights[name]
+            mine = weight.to(self.master_device) if shards.owns(name) else torch.empty(_shape(parameter), device="meta")
+            masters[name] = nn.Parameter(mine)
         return FullFinetuneState(self.engine, self.copy, form, masters, shards)
+
+
+def _shape(parameter: Tensor) -> torch.Size:
+    """The shape of a parameter. ZeRO-3 empties it and keeps a record."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def _value_head(shape: torch.Size, device: torch.device) -> Adapter:

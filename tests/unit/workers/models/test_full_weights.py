@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from app.errors import UserOpError
+from tests import packed_checkpoints
 from tests.parity.architectures import build
 from workers.backends.training.base import OPTIMIZER_FILE
+from workers.models import base_model
 from workers.models.full_weights import check_config, check_fits, huggingface_writer, tensors_in, weights_for
 
 
@@ -42,6 +44,22 @@ def test_every_weight_is_found_as_it_was_written(case: str, tmp_path: Path) -> N
 def test_weights_of_one_name_in_files_and_memory_are_read_one_at_a_time(tmp_path: Path) -> None:
     base = build("llama", tmp_path / "base")
     assert isinstance(weights_for(AutoModelForCausalLM.from_pretrained(base), base), Iterator)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama, tied head", "qwen3-moe", "gpt-oss, packed"])
+def test_a_rank_reads_the_weights_that_it_keeps_and_of_the_others_the_names(case: str, tmp_path: Path) -> None:
+    family, _, form = case.partition(", p")
+    base = build(family, tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if form:
+        packed_checkpoints.mxfp4(base)
+    whole = base_model.read_weights(str(base), model)
+    kept = [*whole][1::2]
+    found = base_model.read_weights(str(base), model, kept)
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in kept)
+    tied = model.all_tied_weights_keys
+    assert all(len(found[name]) == 0 for name in whole.keys() - {*kept, *tied, *tied.values()})
 
 
 def test_an_optimizers_tensors_are_no_weights(tmp_path: Path) -> None:

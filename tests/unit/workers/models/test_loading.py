@@ -17,6 +17,7 @@ from torch import nn
 from app.errors import SetupError
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
+from tests.parity import architectures
 from workers.backends.sampling import vocabulary
 from workers.models import base_model
 from workers.models.base_model import explained
@@ -86,7 +87,7 @@ def linked_out_of_the_container(folder: Path) -> None:
 def load_split(settings: BaseModelSettings) -> Any:
     """As a rank whose shares are empty."""
 
-    def split(parameter: nn.Parameter) -> None:
+    def split(_: str, parameter: nn.Parameter) -> None:
         parameter.data = torch.empty(0, dtype=parameter.dtype)
 
     return base_model.load(settings, split=split)
@@ -154,6 +155,13 @@ def test_all_parameters_but_those_that_are_tied_are_split(folder: Path) -> None:
     assert [name for name, parameter in model.named_parameters() if len(parameter)] == ["model.embed_tokens.weight"]
 
 
+def test_split_parameters_have_one_dtype_as_deepspeed_demands(tmp_path: Path) -> None:
+    """transformers keeps Inkling's convolutions in fp32."""
+    given = BaseModelSettings(name="tiny", path=str(architectures.build("inkling", tmp_path)), dtype="bfloat16")
+    assert {parameter.dtype for parameter in base_model.load(given).model.parameters()} > {torch.bfloat16}
+    assert {parameter.dtype for parameter in load_split(given).model.parameters()} == {torch.bfloat16}
+
+
 def test_a_tokenizer_that_cannot_be_loaded_is_named(folder: Path, whole: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     for given in ({"path": folder}, {"path": whole, "tokenizer": str(folder)}):
@@ -199,7 +207,7 @@ def test_running_out_of_memory_may_pass_so_it_is_no_setup_error(error: Exception
 
 
 def test_running_out_of_memory_may_pass_also_where_a_share_is_kept(whole: Path) -> None:
-    def split(parameter: nn.Parameter) -> None:
+    def split(_: str, parameter: nn.Parameter) -> None:
         raise torch.OutOfMemoryError("full")
 
     with pytest.raises(torch.OutOfMemoryError):
