@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_up(commands)
     _add_demo(commands)
+    _add_status(commands)
     _add_rebuild(commands)
     cli_admin.add_admin(commands)
     cli_admin.add_backup(commands)
@@ -101,6 +102,20 @@ def _add_up(commands: argparse._SubParsersAction[_Parser]) -> None:
     _add_server_options(up)
     _add_model_options(up)
     cli_admin.add_outside_options(up)
+
+
+def _add_status(commands: argparse._SubParsersAction[_Parser]) -> None:
+    about = "workers, runs and waiting calls of the stack"
+    status = commands.add_parser("status", help=f"show {about}", description=f"Show {about}.", allow_abbrev=False)
+    status.set_defaults(run=_status, parser=status)
+    status.add_argument("--json", action="store_true", help="print one JSON document")
+    top = commands.add_parser(
+        "top", help=f"show {about}, live", description=f"Show {about}, every second, until Ctrl-C.", allow_abbrev=False
+    )
+    top.set_defaults(run=_top, parser=top)
+    for parser in (status, top):
+        parser.add_argument("--runs", type=_count, default=20, metavar="N", help="most runs to show (default 20)")
+        cli_admin.add_stack_options(parser)
 
 
 def _add_rebuild(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -227,6 +242,18 @@ def _up(arguments: argparse.Namespace) -> int:
 
     given = {key: value for key, value in vars(arguments).items() if key not in ("run", "parser", "base_model")}
     return up(Options(base_models=tuple(arguments.base_model), **given))
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from app.commands.status import status
+
+    return status(cli_admin.options(arguments), runs=arguments.runs, as_json=arguments.json)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from app.commands.status import top
+
+    return top(cli_admin.options(arguments), runs=arguments.runs)
 
 
 def _rebuild(arguments: argparse.Namespace) -> int:

@@ -101,9 +101,11 @@ _OF_IMPORT = {
     f"tinsmith import {option}"
     for option in ("-h/--help", "--base-model", "--project", "--config", "--data-dir", "--redis", "--s3")
 }
-_OF_FLOWER = {
-    f"tinsmith flower {option}"
-    for option in ("-h/--help", "--address", "--port", "--config", "--data-dir", "--redis", "--s3")
+_STACK = ("-h/--help", "--config", "--data-dir", "--redis", "--s3")
+_SEEN = {
+    *(f"tinsmith flower {option}" for option in (*_STACK, "--address", "--port")),
+    *(f"tinsmith status {option}" for option in (*_STACK, "--json", "--runs")),
+    *(f"tinsmith top {option}" for option in (*_STACK, "--runs")),
 }
 ADDED: dict[str, set[str]] = {
     "openapi": {
@@ -126,7 +128,7 @@ ADDED: dict[str, set[str]] = {
         *("tinsmith --version", "tinsmith import folder", "tinsmith admin limits set --live-sessions"),
         *(f"python -m workers.{worker} --copy" for worker in ("trainer", "sampler")),
         *_OF_IMPORT,
-        *_OF_FLOWER,
+        *_SEEN,
     },
     "codec": {"Image"},
     "settings": {

@@ -1,0 +1,214 @@
+"""`tinsmith status` and `tinsmith top`: workers, runs and waiting calls of a stack, as tables or as JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import cast
+
+import redis
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from app.commands.connection import reached, settings_of
+from app.domain.records import Model, Worker
+from app.settings import Settings
+from app.stack.config import Options
+from app.stack.terminal import show, visible
+from app.stores.redis import keys
+from app.stores.redis.backlog import RedisBacklog
+from app.stores.redis.client import connect
+from app.stores.redis.records import RedisRecords, load
+
+_MOST_WAITING = 10_000
+_EVERY_S = 1.0
+_UNKNOWN = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """A worker that sends heartbeats. `models`: the runs that a trainer holds, the adapters that a sampler has loaded.
+    `call_s`: average seconds between the ends of calls while there was work, 0 before the first."""
+
+    name: str
+    role: str
+    base_model: str
+    healthy: bool
+    devices: list[str]
+    models: int
+    call_s: float
+    up_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """A training run. `calls` have ended, and `waiting` calls have not. `worker` holds the run in memory; empty if none
+    does. `idle_s`: since its last call arrived."""
+
+    id: str
+    base_model: str
+    kind: str
+    project: str
+    state: str
+    calls: int
+    waiting: int
+    running: bool
+    worker: str
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StackState:
+    """`runs`: the newest ones first by their last call; `more_runs` others are left out. `samples`: unfinished sampling
+    requests by base model. Memory in bytes is that of the state server; its limit is 0 for none."""
+
+    workers: list[WorkerState]
+    runs: list[RunState]
+    more_runs: int
+    samples: dict[str, int]
+    memory_bytes: int
+    memory_limit_bytes: int
+
+
+def status(options: Options, *, runs: int, as_json: bool) -> int:
+    """Prints the state once."""
+    settings = settings_of(options)
+    with reached(settings), connect(settings.redis.url) as client:
+        found = read(client, settings, runs)
+    if as_json:
+        show(*json.dumps(asdict(found), indent=2).split("\n"))
+    else:
+        Console(highlight=False).print(drawn(found))
+    return 0
+
+
+def top(options: Options, *, runs: int) -> int:
+    """Draws the state every second until it is interrupted."""
+    settings = settings_of(options)
+    live = Live(console=Console(highlight=False), screen=True, auto_refresh=False)
+    with reached(settings), connect(settings.redis.url) as client, live:
+        while True:
+            live.update(drawn(read(client, settings, runs)), refresh=True)
+            time.sleep(_EVERY_S)
+
+
+def read(client: redis.Redis, settings: Settings, most_runs: int) -> StackState:
+    """Reads the state. Raises redis.RedisError."""
+    records = RedisRecords(client)
+    now = records.now()
+    unfinished = RedisBacklog(client, settings.engine).unfinished(_MOST_WAITING)
+    waiting = {line.model_id: (line.waiting, line.running) for line in unfinished.models}
+    runs = sorted(_runs(client, records, waiting, now), key=lambda run: run.idle_s)
+    held = Counter(run.worker for run in runs)
+    workers = [(node, load(Worker, fields)) for node, fields in records.list(Worker.namespace)]
+    memory = client.info("memory")
+    return StackState(
+        workers=[_worker(node, worker, held[node], now) for node, worker in workers],
+        runs=runs[:most_runs],
+        more_runs=max(0, len(runs) - most_runs),
+        samples=dict(Counter(sample.queue.partition(".")[2] for sample in unfinished.samples)),
+        memory_bytes=int(memory["used_memory"]),
+        memory_limit_bytes=int(memory["maxmemory"]),
+    )
+
+
+def _worker(node: str, worker: Worker, runs: int, now: float) -> WorkerState:
+    return WorkerState(
+        name=node,
+        role=worker.role,
+        base_model=worker.base_model,
+        healthy=worker.healthy,
+        devices=list(worker.describe.get("devices", ())),
+        models=runs + len(worker.describe.get("adapters", ())),
+        call_s=worker.pace_s,
+        up_s=max(0.0, now - worker.started),
+    )
+
+
+def _runs(
+    client: redis.Redis, records: RedisRecords, waiting: Mapping[str, tuple[int, bool]], now: float
+) -> Iterator[RunState]:
+    for model_id, fields in records.list(Model.namespace):
+        model = load(Model, fields)
+        if "ended" in fields or model.copied_from:
+            continue
+        holder = cast("bytes | None", client.get(keys.lease(model_id)))
+        calls, running = waiting.get(model_id, (0, False))
+        yield RunState(
+            id=model_id,
+            base_model=model.base_model,
+            kind="critic" if model.critic else "full" if model.full else f"LoRA {model.lora.get('rank', _UNKNOWN)}",
+            project=model.owner,
+            state=model.state,
+            calls=int(fields.get("applied", -1)) + 1,
+            waiting=calls,
+            running=running,
+            worker=holder.decode().rpartition("/")[0] if holder else "",
+            idle_s=max(0.0, now - float(fields.get("last_request", 1000 * model.created)) / 1000),
+        )
+
+
+def drawn(found: StackState) -> Group:
+    """The tables, at most 80 columns wide where the names are short."""
+    limit = f" of {_size(found.memory_limit_bytes)}" if found.memory_limit_bytes else ""
+    parts: list[Table | Text] = [_workers(found.workers)]
+    for base in sorted({run.base_model for run in found.runs} | found.samples.keys()):
+        own = [run for run in found.runs if run.base_model == base]
+        samples = found.samples.get(base, 0)
+        parts += [Text(f"\n{visible(base)}: {samples} unfinished samples"), _run_table(own)]
+    if found.more_runs:
+        parts.append(Text(f"and {found.more_runs} other runs; --runs N shows more"))
+    parts.append(Text(f"\nstate server: {_size(found.memory_bytes)}{limit} in use"))
+    return Group(*parts)
+
+
+def _workers(workers: list[WorkerState]) -> Table:
+    table = _table("worker", "state", "models", "s/call", "up", "devices", "base model")
+    for one in sorted(workers, key=lambda worker: worker.name):
+        state = "healthy" if one.healthy else "stalled"
+        pace = f"{one.call_s:.2f}" if one.call_s else _UNKNOWN
+        cells = (_short(one.name), state, str(one.models), pace, _duration(one.up_s), ",".join(one.devices))
+        table.add_row(*(Text(visible(cell)) for cell in (*cells, one.base_model)))
+    return table
+
+
+def _run_table(runs: list[RunState]) -> Table:
+    table = _table("run", "kind", "calls", "wait", "worker", "idle")
+    for run in runs:
+        held = _short(run.worker) or _UNKNOWN
+        where = f"{held} *" if run.running else held
+        cells = (run.id, run.kind, str(run.calls), str(run.waiting), where, _duration(run.idle_s))
+        table.add_row(*(Text(visible(cell)) for cell in cells))
+    return table
+
+
+def _table(*headers: str) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for header in headers:
+        table.add_column(header, overflow="fold" if header == "run" else "ellipsis", no_wrap=header != "run")
+    return table
+
+
+def _short(node: str) -> str:
+    """The name of a worker without its machine."""
+    return node.partition("@")[0]
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -1,0 +1,128 @@
+"""`tinsmith status` and `tinsmith top` show what the state server knows, in 80 columns, and steer no terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+
+from app import ids
+from app.domain.records import Model, Worker
+from app.stores.redis import keys
+from app.stores.redis.records import RedisRecords, dump
+from tests.unit.app.commands.test_admin import Command, tinsmith
+from tests.unit.app.stack.test_terminal import HOSTILE
+
+__all__ = ["tinsmith"]
+
+BASE = "Qwen/Qwen3-0.6B"
+RUN = ids.model_id("8e7b807b-6464-4143-b786-c55fc61da05a", 0)
+DEADLINE_S = 120
+
+
+def worker(records: RedisRecords, name: str, role: str, **fields: object) -> None:
+    describe = {"devices": ["cuda:0"], "adapters": ["a", "b"] if role == "sampler" else []}
+    record = Worker(role, BASE, {}, describe, "", records.now() - 7200, pace_s=0.25)
+    records.put(Worker.namespace, name, {**dump(record), **{key: json.dumps(value) for key, value in fields.items()}})
+
+
+def run(records: RedisRecords, model_id: str = RUN, **fields: str) -> None:
+    lora = {"rank": 32}
+    record = Model("project-1", model_id.partition(":")[0], BASE, records.now(), "ready", lora)
+    records.put(Model.namespace, model_id, {**dump(record), **fields})
+
+
+@pytest.fixture
+def records(client: redis.Redis) -> RedisRecords:
+    return RedisRecords(client)
+
+
+@pytest.fixture
+def shown(tinsmith: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    def lines(*arguments: str, columns: int = 80) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return tinsmith("status", *arguments).splitlines()
+
+    return lines
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_worker_and_a_run_are_a_line_each_with_the_whole_id(
+    columns: int, records: RedisRecords, client: redis.Redis, shown: Callable[..., list[str]]
+) -> None:
+    worker(records, "trainer-0@host", "trainer")
+    worker(records, "sampler-0@host", "sampler", healthy=False)
+    run(records, applied="41", last_request=str(int(1000 * (records.now() - 300))))
+    client.set(keys.lease(RUN), "trainer-0@host/1f")
+    lines = shown(columns=columns)
+    assert max(map(len, lines)) <= columns and "\x1b" not in "".join(lines)
+    [trainer] = [line.split() for line in lines if line.startswith("trainer-0")]
+    assert trainer == ["trainer-0", "healthy", "1", "0.25", "2h", "cuda:0", BASE]
+    [sampler] = [line.split() for line in lines if line.startswith("sampler-0")]
+    assert sampler[:3] == ["sampler-0", "stalled", "2"]
+    [found] = [line.split() for line in lines if line.startswith(RUN)]
+    assert found == [RUN, "LoRA", "32", "42", "0", "trainer-0", "5m"]
+
+
+def test_json_has_the_same_facts(records: RedisRecords, shown: Callable[..., list[str]]) -> None:
+    worker(records, "trainer-0@host", "trainer")
+    run(records, applied="41")
+    found = json.loads("\n".join(shown("--json")))
+    assert [one["name"] for one in found["workers"]] == ["trainer-0@host"]
+    assert [(one["id"], one["calls"], one["worker"]) for one in found["runs"]] == [(RUN, 42, "")]
+    assert found["memory_bytes"] > 0 and found["more_runs"] == 0
+
+
+def test_the_runs_with_the_newest_calls_come_first_and_ended_ones_not_at_all(
+    records: RedisRecords, shown: Callable[..., list[str]]
+) -> None:
+    named = [ids.model_id("8e7b807b-6464-4143-b786-c55fc61da05a", number) for number in range(4)]
+    for age, model_id in enumerate(named):
+        run(records, model_id, last_request=str(int(1000 * (records.now() - age))))
+    records.update(Model.namespace, named[0], {"ended": "deleted"})
+    lines = shown("--runs", "2")
+    assert [line.split()[0] for line in lines if line.startswith("8e7b807b")] == named[1:3]
+    assert "and 1 other runs; --runs N shows more" in lines
+
+
+def test_names_steer_no_terminal(records: RedisRecords, shown: Callable[..., list[str]]) -> None:
+    run(records, base_model=json.dumps(HOSTILE), applied="1")
+    lines = shown(columns=200)
+    assert all(line.isprintable() for line in lines) and "owned" in "".join(lines)
+
+
+def test_top_shows_new_calls_until_it_is_interrupted(records: RedisRecords, valkey: str, tmp_path: Path) -> None:
+    run(records, applied="0")
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "app.cli", "top", "--redis", valkey, "--data-dir", str(tmp_path)]
+    environ = {**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm"}
+    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environ)
+    os.close(slave)
+    try:
+        seen = _until(master, b"LoRA 32 1 ")
+        records.update(Model.namespace, RUN, {"applied": "776"})
+        seen += _until(master, b"LoRA 32 777 ")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 130
+        assert RUN.encode() in seen
+    finally:
+        process.kill()
+        os.close(master)
+
+
+def _until(terminal: int, wanted: bytes) -> bytes:
+    """Reads the terminal until it has shown `wanted`."""
+    seen, deadline = b"", time.monotonic() + DEADLINE_S
+    while wanted not in seen:
+        assert time.monotonic() < deadline, seen[-2000:]
+        seen += os.read(terminal, 65_536)
+    return seen
