@@ -99,6 +99,7 @@ def _add_up(commands: argparse._SubParsersAction[_Parser]) -> None:
         allow_abbrev=False,
     )
     up.set_defaults(run=_up, parser=up)
+    up.add_argument("--quiet", action="store_true", help="print warnings and `ready URL` alone")
     _add_server_options(up)
     _add_model_options(up)
     cli_admin.add_outside_options(up)

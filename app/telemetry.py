@@ -137,6 +137,16 @@ class WithoutRequests(logging.Filter):
         return True
 
 
+class WithoutTasks(logging.Filter):
+    """Removes Celery's lines about tasks that came and succeeded. A worker logs each Op itself, and a worker without
+    work still gets several ticks a minute."""
+
+    _LOGGERS = ("celery.worker.strategy", "celery.app.trace")
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.INFO or record.name not in self._LOGGERS
+
+
 def configure_logging(level: int = logging.INFO, stream: TextIO = sys.stderr) -> None:
     """Sends the output of every logger of this process through one JSON handler."""
     handler = logging.StreamHandler(stream)

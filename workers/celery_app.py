@@ -7,6 +7,7 @@ Flower starts light.
 
 from __future__ import annotations
 
+import logging
 import os
 import traceback
 from typing import Any
@@ -24,9 +25,10 @@ app.conf.include = ["workers.process.runtime"]
 
 @signals.setup_logging.connect
 def _log_as_json(**_: Any) -> None:
-    from app.telemetry import configure_logging
+    from app.telemetry import WithoutTasks, configure_logging
 
     configure_logging()
+    logging.getLogger().handlers[0].addFilter(WithoutTasks())
 
 
 @signals.worker_init.connect

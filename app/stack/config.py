@@ -19,7 +19,7 @@ class Options:
     """The options of the command line. None (or empty) keeps the config file's value.
 
     base_models: (name, path or hub id). trainer, sampler, trainers, samplers, ranks and zero_stage apply to every
-    base model.
+    base model. quiet: `tinsmith up` prints warnings and `ready URL` alone.
     """
 
     config: Path | None = None
@@ -36,6 +36,7 @@ class Options:
     zero_stage: int | None = None
     redis: str | None = None
     s3: str | None = None
+    quiet: bool = False
 
 
 def resolve(options: Options, environ: Mapping[str, str]) -> Settings:

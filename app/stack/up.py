@@ -9,13 +9,15 @@ import signal
 import socket
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import redis
 import tomli_w
 
 from app.demo import model
@@ -72,17 +74,22 @@ def up(options: Options) -> int:
     """
     settings = config.resolve(options, os.environ)
     checks.listen_port(settings.api)
+    say = _say_nothing if options.quiet else warn
     with _private_files(), closing(DataFolder(settings.data_dir)) as folder, _stop_signals() as stopping:
         plan = prepare(settings, options, folder)
         if checks.lacks_vllm(plan.settings):
             warn(NO_VLLM)
-        warn(f"data in {folder.root}, logs in {folder.logs}{_key_notice(settings, folder)}")
+        say(f"data in {folder.root}, logs in {folder.logs}{_key_notice(settings, folder)}")
         with (
             _cleared_transfers(plan.settings),
             Supervisor(folder.logs, stopping, inherited_fds=(folder.lock_fd,)) as supervisor,
         ):
-            _run(supervisor, plan)
+            _run(supervisor, plan, say)
     return 0
+
+
+def _say_nothing(_: str) -> None:
+    """The place of `warn` with --quiet, for what is no warning."""
 
 
 def prepare(
@@ -115,7 +122,7 @@ def prepare(
     return Plan(settings, settings_file, servers)
 
 
-def _run(supervisor: Supervisor, plan: Plan) -> None:
+def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None]) -> None:
     redis_url, broker_url = plan.settings.redis.url, plan.settings.broker_url
     supervisor.start(plan.servers)
     if not supervisor.run_until(lambda: valkey.answers(redis_url) and valkey.answers(broker_url)):
@@ -123,22 +130,43 @@ def _run(supervisor: Supervisor, plan: Plan) -> None:
     commands = list(process_table(plan.settings, plan.settings_file))
     with connect(redis_url) as client:
         _forget_workers(RedisRecords(client), plan.settings, commands)
+    say(f"starting {', '.join(command.name for command in (*plan.servers, *commands))}")
     supervisor.start(commands)
     api = plan.settings.api
     url = f"http://{_LOCALHOST.get(api.host, api.host)}:{api.port}"
     workers = {command.name for command in commands if command.name != _API}
+    with connect(redis_url) as client:
+        bases = BaseModels(plan.settings, RedisRecords(client))
+        starting = _Starting(workers, say)
 
-    def is_ready() -> bool:
-        if workers <= supervisor.ended:
-            raise SetupError("none of the base models can be served; give another with --base-model NAME=PATH")
-        return _is_ready(url)
+        def is_ready() -> bool:
+            if workers <= supervisor.ended:
+                raise SetupError("none of the base models can be served; give another with --base-model NAME=PATH")
+            with suppress(redis.RedisError):  # it may be starting again
+                starting.look(bases.workers())
+            return _is_ready(url)
 
-    if supervisor.run_until(is_ready):
-        with connect(redis_url) as client:
-            _say_base_models(plan.settings, BaseModels(plan.settings, RedisRecords(client)))
-        show(f"ready {url}")
+        served = supervisor.run_until(is_ready)
+        if served:
+            _say_base_models(plan.settings, bases)
+            show(f"ready {url}")
+    if served:
         supervisor.run()
-    warn("stopping")
+    say("stopping")
+
+
+class _Starting:
+    """Says of each worker that it is ready, once."""
+
+    def __init__(self, names: Iterable[str], say: Callable[[str], None]) -> None:
+        self._missing, self._say = set(names), say
+        self._began = time.monotonic()
+
+    def look(self, live: Iterable[str]) -> None:
+        """`live`: Celery's node names, name@host, of the workers that serve."""
+        for name in sorted(self._missing & {node.removesuffix(f"@{socket.gethostname()}") for node in live}):
+            self._say(f"{name} is ready after {time.monotonic() - self._began:.0f} s")
+            self._missing.remove(name)
 
 
 def _say_base_models(settings: Settings, bases: BaseModels) -> None:

@@ -125,7 +125,12 @@ ADDED: dict[str, set[str]] = {
         "schemas UploadStarted",
     },
     "command line": {
-        *("tinsmith --version", "tinsmith import folder", "tinsmith admin limits set --live-sessions"),
+        *(
+            "tinsmith --version",
+            "tinsmith up --quiet",
+            "tinsmith import folder",
+            "tinsmith admin limits set --live-sessions",
+        ),
         *(f"python -m workers.{worker} --copy" for worker in ("trainer", "sampler")),
         *_OF_IMPORT,
         *_SEEN,

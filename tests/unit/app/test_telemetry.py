@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from app.telemetry import JsonFormatter
+from app.telemetry import JsonFormatter, WithoutTasks
 
 
 @pytest.fixture
@@ -38,3 +38,18 @@ def test_a_traceback_stays_on_its_line(logger: logging.Logger, stream: io.String
         logger.exception("failed")
     assert stream.getvalue().count("\n") == 1
     assert "ValueError: broken" in json.loads(stream.getvalue())["traceback"]
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "kept"),
+    [
+        ("celery.app.trace", logging.INFO, False),
+        ("celery.worker.strategy", logging.INFO, False),
+        ("celery.app.trace", logging.ERROR, True),
+        ("celery.worker.consumer.connection", logging.INFO, True),
+        ("tinsmith.ops", logging.INFO, True),
+    ],
+)
+def test_of_celerys_lines_about_tasks_failures_alone_are_kept(name: str, level: int, kept: bool) -> None:
+    record = logging.LogRecord(name, level, __file__, 1, "Task tinsmith.tick[1] received", None, None)
+    assert WithoutTasks().filter(record) is kept

@@ -163,6 +163,29 @@ def test_ready_is_one_line_and_a_signal_ends_everything_with_0(tmp_path, model):
         assert not alive(server)
 
 
+def test_a_start_says_where_the_data_is_and_what_it_starts(tmp_path, model):
+    where, starts, *_ = said_of_a_start(tmp_path / "data", model)
+    assert where.startswith(f"data in {tmp_path / 'data'}, logs in ")
+    assert starts == "starting valkey, broker, trainer-0"
+
+
+def test_a_quiet_start_says_nothing(tmp_path, model):
+    assert said_of_a_start(tmp_path / "data", model, "--quiet") == []
+
+
+def said_of_a_start(data_dir: Path, model: Path, *options: str) -> list[str]:
+    with stack(data_dir, model, *options) as (process, _):
+        process.send_signal(signal.SIGTERM)
+        return process.communicate(timeout=120)[1].splitlines()
+
+
+def test_each_worker_is_said_to_be_ready_once(capsys):
+    starting, here = up._Starting({"trainer-0", "sampler-0"}, up.warn), socket.gethostname()
+    for live in ([], ["trainer-0@elsewhere"], [f"trainer-0@{here}"], [f"trainer-0@{here}", f"sampler-0@{here}"]):
+        starting.look(live)
+    assert capsys.readouterr().err.splitlines() == ["trainer-0 is ready after 0 s", "sampler-0 is ready after 0 s"]
+
+
 def test_state_is_there_again_after_a_stop_and_after_a_kill(tmp_path, model):
     for round_, ending in enumerate((signal.SIGTERM, signal.SIGKILL, signal.SIGTERM)):
         with stack(tmp_path / "data", model) as (process, _):
