@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.domain.ops import Batch, ForwardBackward, Ragged
+from app.domain.ops import AdamParams, Batch, ForwardBackward, OptimStep, Ragged
 from app.settings import BaseModelSettings, TrainerSettings
 from ops.bench import batches
 from ops.bench.bare_trainer import BareTrainer
@@ -45,6 +45,14 @@ class Case:
         trainer.apply(ops)
         with counted() as counts:
             trainer.apply(ops)
+        return counts
+
+    def step_counts(self, folder: Path, layers: int) -> Counts:
+        """Counts of all tenants' optimizer steps, which clip. Their learning rates are two."""
+        trainer = self._trainer(folder, layers)
+        trainer.apply({f"m{tenant}": _operation(own) for tenant, own in enumerate(self._shares())})
+        with counted() as counts:
+            trainer.apply({f"m{tenant}": _step(1e-3 * (1 + tenant % 2)) for tenant in range(self.tenants)})
         return counts
 
     def kept(self, folder: Path, layers: int) -> float:
@@ -91,6 +99,10 @@ def _operation(lengths: Sequence[int]) -> ForwardBackward:
     )
 
 
+def _step(learning_rate: float) -> OptimStep:
+    return OptimStep(AdamParams(learning_rate=learning_rate, grad_clip_norm=1e-3))
+
+
 def _settings(folder: Path, family: str, layers: int) -> BaseModelSettings:
     base = folder / f"{family} {layers}"
     if not base.exists():
@@ -106,6 +118,11 @@ def _measured(case: Case, folder: Path) -> dict[str, Any]:
     kept = case.kept(folder, 2) - case.kept(folder, 1)
     rest = one.kernels.total() - layer
     return {"layer": layer, "attention": calls, "rest": rest, "waits": one.waits.total(), "kept": kept}
+
+
+def _measured_steps(case: Case, folder: Path) -> dict[str, Any]:
+    counts = case.step_counts(folder, 2)
+    return {"kernels": counts.kernels.total(), "waits": counts.waits.total()}
 
 
 def _attention_error(window: int | None, own_call: int = attention._OWN_CALL) -> float:
@@ -133,4 +150,5 @@ if __name__ == "__main__":
         counts = {name: _measured(case, Path(made)) for name, case in CASES.items()}
         errors = {str(window): _attention_error(window) for window in (None, 3, 8)}
         errors["a call for each length"] = _attention_error(None, own_call=1)
-        print(json.dumps({"counts": counts, "attention errors": errors}))
+        steps = {name: _measured_steps(CASES[name], Path(made)) for name in ("1 tenant", "16 uneven tenants")}
+        print(json.dumps({"counts": counts, "steps": steps, "attention errors": errors}))

@@ -4,7 +4,7 @@ torch's PrivateUse1 device is made known as "gpu", once and for the whole proces
 devices is an error, as on a GPU. So is a single number of the CPU, which some operations of a GPU take.
 
 Operations of CUDA are counted as there: a grouped product is two kernels, the first of which finds the groups'
-addresses, and a foreach operation one for up to 64 tensors of the same strides.
+addresses, and a foreach or fused operation one for up to 64 tensors of the same strides.
 """
 
 from __future__ import annotations
@@ -193,6 +193,8 @@ def _waits(func: Any, args: Any, kwargs: Any) -> bool:
 def _launches(name: str, args: Any) -> int:
     if name.startswith("aten._grouped_mm"):
         return 2
+    if name.startswith("aten._fused_adamw"):
+        return -(-len(args[0]) // _FOREACH)
     if not name.startswith("aten._foreach"):
         return 1
     lists = [arg for arg in args if isinstance(arg, list | tuple) and isinstance(arg[0], Tensor)]

@@ -51,6 +51,20 @@ def test_the_host_waits_once_a_micro_batch_and_twice_an_op(counts: Counts) -> No
         assert counts[case]["waits"] == 1 + 2 * 16
 
 
+def test_the_host_waits_twice_for_the_steps_of_all_tenants(measured: dict[str, Any]) -> None:
+    """For the norms of their gradients, which may refuse a step, and for those of their weights."""
+    assert {case: found["waits"] for case, found in measured["steps"].items()} == {
+        "1 tenant": 2,
+        "16 uneven tenants": 2,
+    }
+
+
+def test_the_steps_of_16_tenants_have_few_more_kernels_than_that_of_one(measured: dict[str, Any]) -> None:
+    """One for 64 tensors, of which a tenant has 30 here. Two learning rates are two calls of AdamW."""
+    assert measured["steps"]["1 tenant"]["kernels"] <= 11
+    assert measured["steps"]["16 uneven tenants"]["kernels"] <= 46
+
+
 def test_a_layer_with_one_tenant_has_few_kernels(counts: Counts) -> None:
     assert counts["1 tenant"]["layer"] <= 217
 

@@ -233,6 +233,34 @@ def test_a_step_without_gradients_is_a_step_on_zeros(
     assert ends[0] == ends[1] == ends[2] != before
 
 
+def test_steps_together_have_the_bits_of_steps_alone(
+    backend: Trainer, create: Callable[..., str], tmp_path: Path
+) -> None:
+    """Of models that differ in settings, clipping, rank and number of steps; a step that fails harms no other."""
+    settings = [
+        replace(STEP.params, grad_clip_norm=1e-3),
+        replace(STEP.params, grad_clip_norm=1e-2),
+        replace(STEP.params, beta2=0.9, weight_decay=0.1),
+        STEP.params,
+    ]
+    alone, beside = ([create(replace(SPEC, rank=2 + number)) for number in range(4)] for _ in range(2))
+    for models in (alone, beside):
+        apply(backend, models[0], STEP)
+        for model in models:
+            apply(backend, model, GOOD)
+        for gradient in backend._states[models[3]].pending_gradients().values():
+            gradient.fill_(1e30)
+    before = state(backend, beside[3], tmp_path / "before")
+    steps = [OptimStep(params) for params in settings]
+    wanted = [apply(backend, model, step) for model, step in zip(alone, steps, strict=True)]
+    found = backend.apply(dict(zip(beside, steps, strict=True)))
+    assert [found[model] for model in beside[:3]] == wanted[:3]
+    assert isinstance(found[beside[3]], UserOpError) and "not finite" in str(found[beside[3]])
+    for one, other in zip(alone, beside, strict=True):
+        assert state(backend, one, tmp_path / f"{one} alone") == state(backend, other, tmp_path / f"{other} beside")
+    assert state(backend, beside[3], tmp_path / "after") == before
+
+
 def test_the_norm_a_step_reports_is_from_before_clipping(backend: Trainer, create: Callable[..., str]) -> None:
     free, clipped = create(), create()
     for model in (free, clipped):

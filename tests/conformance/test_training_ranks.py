@@ -52,7 +52,7 @@ def settings(base: Path, **trainer: Any) -> BaseModelSettings:
 
 def run_ranks(base: Path, folder: Path, stage: int, end: str, *, offload: bool = False) -> list[int | None]:
     """Runs both ranks and returns their exit codes."""
-    trainer = {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "offload": offload, "device_models": 1}
+    trainer = {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "offload": offload, "device_models": 2}
     text = settings(base, **trainer).model_dump_json()
     return run_group(training_ranks.main, text, str(folder), end)
 

@@ -11,9 +11,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec, OptimStep
 from app.domain.results import CriticOutput, ForwardBackwardOutput, OptimStepOutput
@@ -50,6 +52,7 @@ def run(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
             found |= {f"step {turn} {model} {name}": np.array(value) for name, value in metrics.items()}
     assert isinstance(backend.apply({"a": bad(), "b": SHORT})["a"], UserOpError)
     folder.mkdir()
+    check_steps_together(backend, folder.parent)
     backend.capture("a", optimizer=True)(folder)
     capture_and_go_on(backend, folder)
     # A fetched checkpoint is gone once the call returns.
@@ -101,6 +104,31 @@ def check_snapshot(backend: Trainer, model: str, folder: Path, lora: LoraSpec | 
         ends.append({path.name: path.read_bytes() for path in end.iterdir()})
     assert ends[0] == ends[1]
     backend.close("restored")
+
+
+def check_steps_together(backend: Trainer, folder: Path) -> None:
+    """Steps of two models together have the bits of steps alone, and no further sums over the ranks."""
+    specs = {"one": LoraSpec(rank=4, seed=1), "two": LoraSpec(rank=8, seed=2)}
+    names = [f"{name} {way}" for name in specs for way in ("alone", "beside")]
+    for name in names:
+        backend.apply({name: Create(specs[name.split()[0]])})
+        backend.apply({name: SFT})
+    clipped = OptimStep(replace(STEP.params, grad_clip_norm=1e-3))
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
+        wanted = [*backend.apply({"one alone": STEP}).values()]
+        of_one = sums.call_count
+        wanted += backend.apply({"two alone": clipped}).values()
+        of_both = sums.call_count
+        found = backend.apply({"one beside": STEP, "two beside": clipped})
+    assert sums.call_count - of_both == of_one
+    assert [*found.values()] == wanted
+    ends: dict[str, dict[str, bytes]] = {}
+    for name in names:
+        (folder / name).mkdir()
+        backend.capture(name, optimizer=True)(folder / name)
+        ends[name] = {path.name: path.read_bytes() for path in (folder / name).iterdir()}
+        backend.close(name)
+    assert ends["one alone"] == ends["one beside"] != ends["two alone"] == ends["two beside"]
 
 
 def capture_and_go_on(backend: Trainer, saved: Path) -> None:

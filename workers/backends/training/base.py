@@ -69,7 +69,8 @@ class TrainingBackend(Protocol):
         """Runs at most one Op for each model id. Each Op is all-or-nothing: an OpError leaves that model untouched.
 
         Ops of different models may share a pass. With one Op in `ops`, the resulting bits depend only on the Op and the
-        model's own state. An exception other than a returned OpError means that every state here is suspect.
+        model's own state; those of an OptimStep always do. An exception other than a returned OpError means that every
+        state here is suspect.
         """
         ...
 

@@ -23,8 +23,8 @@ from app.domain.ops import AdamParams, LoraSpec
 from app.errors import UserOpError
 from workers.backends.training.base import GRADIENTS_FILE, OPTIMIZER_FILE, Create, Writer
 from workers.backends.training.engine import Engine
-from workers.backends.training.optimizer import ShardedAdamW
-from workers.backends.training.ranks import Shards
+from workers.backends.training.optimizer import ShardedAdamW, Step
+from workers.backends.training.ranks import Shards, total_norms
 from workers.backends.training.state import ModelState, read_optimizer, shaped_as, write_nothing
 from workers.models import base_model, lora
 from workers.models.base_model import LoadedBase
@@ -117,7 +117,8 @@ class FullFinetuneState:
             self._sum(mine)
 
     def keep(self) -> None:
-        if not self.shards.norm(self._found).isfinite():
+        (norm,) = total_norms([(self.shards, self._found)])
+        if not norm.isfinite():
             raise UserOpError(
                 "every loss is finite, but the gradient is not; nothing was added to the pending gradient"
             )
@@ -141,17 +142,16 @@ class FullFinetuneState:
         mine = {name: self.masters[name] for name in self.shards.mine()}
         self._pending = shaped_as(stored, mine, self._master_device)
 
-    def step(self, params: AdamParams) -> dict[str, float]:
+    def weights(self) -> dict[str, Tensor]:
+        return {name: master.detach() for name, master in self.masters.items()}
+
+    def begin_step(self, params: AdamParams) -> Step:
         gradients = self._pending or {n: torch.zeros_like(self.masters[n].detach()) for n in self.shards.mine()}
-        norm = self.optimizer.step(gradients, params)
+        return Step(self.optimizer, gradients, params)
+
+    def end_step(self) -> None:
         self._pending = None
         self._copy.refresh(self)
-        weights = {name: master.detach() for name, master in self.masters.items()}
-        return {
-            "grad_norm": norm,
-            "learning_rate": params.learning_rate,
-            "param_norm": float(self.shards.norm(weights)),
-        }
 
     def capture(self, *, optimizer: bool, gradients: bool = False) -> Writer:
         """Copies the model as a Hugging Face folder: fp32 with the optimizer, to resume; else in the base's dtype."""

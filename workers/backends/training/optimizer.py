@@ -6,15 +6,17 @@ depend on the number of ranks that wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
+from torch.optim.adamw import adamw
 
 from app.domain.ops import AdamParams
 from app.errors import UserOpError
-from workers.backends.training.ranks import Shards
+from workers.backends.training.ranks import Shards, total_norms
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Without gradients moments shrink to denormal numbers and stay there, and a CPU's step over them takes 15 times as
@@ -26,46 +28,34 @@ _LEAST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 class ShardedAdamW:
-    """torch.optim.AdamW (fused) that takes its settings anew at every step."""
+    """The state of AdamW; `step_all` takes its steps, each with settings of its own."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], shards: Shards) -> None:
         """`parameters` have the names of `shards`; those that this rank does not own may be on the meta device."""
-        self._parameters, self._shards = parameters, shards
-        self._mine = {name: parameters[name] for name in shards.mine()}
-        self._adamw = torch.optim.AdamW([{"params": [*self._mine.values()]}], fused=True) if self._mine else None
-        for parameter in self._mine.values():
-            self._state(parameter).update(
-                step=torch.zeros((), device=parameter.device),
+        self._parameters, self.shards = parameters, shards
+        self.mine = {name: parameters[name] for name in shards.mine()}
+        self._state = {
+            name: {
+                "step": torch.zeros((), device=parameter.device),
                 **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in _MOMENTS},
-            )
+            }
+            for name, parameter in self.mine.items()
+        }
         self.steps = 0
 
-    def step(self, gradients: Mapping[str, Tensor], params: AdamParams) -> float:
-        """Takes one step of the parameters this rank owns. `gradients`, by name, may be scaled in place.
+    def states(self, key: str) -> list[Tensor]:
+        """Returns the "step", "exp_avg" or "exp_avg_sq" of each parameter that this rank owns."""
+        return [state[key] for state in self._state.values()]
 
-        Returns the L2 norm of all gradients before clipping. Raises UserOpError, having changed nothing, when it is not
-        finite. A collective.
+    def count(self, params: AdamParams) -> None:
+        """Counts a step that was taken. On a CPU, sets denormal moments to 0.
+
+        Which steps do so depends on their number alone, so that a step that runs again has the same bits.
         """
-        norm = self._shards.norm(gradients)
-        if not norm.isfinite():
-            raise UserOpError(f"the gradient norm is {norm.item()}, which is not finite; no step was taken")
-        for name, parameter in self._mine.items():
-            parameter.grad = gradients[name]
-        if params.grad_clip_norm > 0:
-            clip_grads_with_norm_(self._mine.values(), params.grad_clip_norm, norm)
-        if self._adamw is not None:
-            self._adamw.param_groups[0].update(
-                lr=params.learning_rate,
-                betas=(params.beta1, params.beta2),
-                eps=params.eps,
-                weight_decay=params.weight_decay,
-            )
-            self._adamw.step()
-            self._adamw.zero_grad()
         self.steps += 1
         if self.steps % _CLEARED_EVERY == 0 and params.eps >= _LEAST_EPS:
-            self._clear_denormals()
-        return float(norm)
+            for tensor in (tensor for moment in _MOMENTS for tensor in self.states(moment) if tensor.is_cpu):
+                torch.hardshrink(tensor, _LEAST_NORMAL, out=tensor)
 
     def state(self) -> dict[str, Tensor]:
         """Copies every rank's state to the CPU of rank 0: `moment.parameter` fp32, `step` int64. A collective.
@@ -75,38 +65,99 @@ class ShardedAdamW:
         found = {"step": torch.tensor(self.steps)}
         for moment in _MOMENTS:
             gathered = {
-                name: self._state(p)[moment] if name in self._mine else p for name, p in self._parameters.items()
+                name: self._state[name][moment] if name in self.mine else p for name, p in self._parameters.items()
             }
-            found |= {f"{moment}.{name}": tensor for name, tensor in self._shards.gathered(gathered).items()}
+            found |= {f"{moment}.{name}": tensor for name, tensor in self.shards.gathered(gathered).items()}
         return found
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields the tensors of the state that this rank holds."""
-        for parameter in self._mine.values():
-            yield from self._state(parameter).values()
+        for state in self._state.values():
+            yield from state.values()
 
     def restore(self, stored: Mapping[str, Tensor]) -> None:
         """Restores the result of `state`. Raises UserOpError, half done, when a tensor is missing or misshapen."""
         try:
             self.steps = int(stored["step"])
-            for name, parameter in self._mine.items():
-                state = self._state(parameter)
+            for name, state in self._state.items():
                 state["step"].fill_(self.steps)
                 for moment in _MOMENTS:
-                    state[moment].copy_(stored[f"{moment}.{name}"].view(parameter.shape))
+                    state[moment].copy_(stored[f"{moment}.{name}"].view(state[moment].shape))
         except (KeyError, RuntimeError) as error:
             raise UserOpError(f"the optimizer state does not belong to this model: {error}") from None
 
-    def _clear_denormals(self) -> None:
-        """Sets denormal moments on a CPU to 0. Which steps do it depends on their number alone, so that a step that
-        runs again has the same bits."""
-        for parameter in self._mine.values():
-            if parameter.is_cpu:
-                for moment in _MOMENTS:
-                    tensor = self._state(parameter)[moment]
-                    torch.hardshrink(tensor, _LEAST_NORMAL, out=tensor)
 
-    def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        assert self._adamw is not None  # there is at least one parameter
-        state: dict[str, Tensor] = self._adamw.state[parameter]
-        return state
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step to take. `gradients`, by name, may be scaled in place."""
+
+    optimizer: ShardedAdamW
+    gradients: Mapping[str, Tensor]
+    params: AdamParams
+
+    def mine(self) -> list[Tensor]:
+        """Returns the gradients of the parameters that this rank owns."""
+        return [self.gradients[name] for name in self.optimizer.mine]
+
+
+def step_all(steps: Sequence[Step]) -> list[float | UserOpError]:
+    """Takes the steps of several models, each with the bits of its step alone. A collective.
+
+    Kernels take the tensors of all models that have the same settings, and the host waits once. Returns the L2 norm of
+    each model's gradients before clipping. Where it is not finite, returns a UserOpError, and that model is unchanged.
+    """
+    norms = total_norms([(step.optimizer.shards, step.gradients) for step in steps])
+    finite = [(step, norm) for step, norm in zip(steps, norms, strict=True) if norm.isfinite()]
+    _clip(finite)
+    same_settings: defaultdict[AdamParams, list[Step]] = defaultdict(list)
+    for step, _ in finite:
+        same_settings[replace(step.params, grad_clip_norm=0.0)].append(step)
+    for params, group in same_settings.items():
+        _adamw(group, params)
+    for step, _ in finite:
+        step.optimizer.count(step.params)
+    return [float(norm) if norm.isfinite() else _not_finite(norm) for norm in norms]
+
+
+def _not_finite(norm: Tensor) -> UserOpError:
+    return UserOpError(f"the gradient norm is {norm.item()}, which is not finite; no step was taken")
+
+
+def _clip(steps: Sequence[tuple[Step, Tensor]]) -> None:
+    """Scales gradients down to their `grad_clip_norm`, as torch.nn.utils.clip_grad_norm_ does."""
+    tensors: list[Tensor] = []
+    factors: list[float] = []
+    for step, norm in steps:
+        factor = float(step.params.grad_clip_norm / (norm + 1e-6))
+        if step.params.grad_clip_norm > 0 and factor < 1:
+            mine = step.mine()
+            tensors += mine
+            factors += [factor] * len(mine)
+    if tensors:
+        torch._foreach_mul_(tensors, factors)
+
+
+@torch.no_grad()
+def _adamw(steps: Sequence[Step], params: AdamParams) -> None:
+    parameters: list[Tensor] = [parameter for step in steps for parameter in step.optimizer.mine.values()]
+    if not parameters:
+        return
+    exp_avgs, exp_avg_sqs, counts = (
+        [tensor for step in steps for tensor in step.optimizer.states(key)] for key in (*_MOMENTS, "step")
+    )
+    adamw(
+        parameters,
+        [gradient for step in steps for gradient in step.mine()],
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        counts,
+        fused=True,
+        amsgrad=False,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        lr=params.learning_rate,
+        weight_decay=params.weight_decay,
+        eps=params.eps,
+        maximize=False,
+    )

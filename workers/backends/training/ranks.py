@@ -21,7 +21,6 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from app.errors import SetupError
 
@@ -253,17 +252,6 @@ class Shards:
     def mine(self) -> list[str]:
         return [name for name in self.owners if self.owns(name)]
 
-    def norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Returns the L2 norm of all tensors together, fp32: the same bits however they are split."""
-        if not self.split:
-            return get_total_norm([tensors[name] for name in self.owners])
-        norms = torch.zeros(len(self.owners), device=self.device)
-        for i, name in enumerate(self.owners):
-            if self.owns(name):
-                norms[i] = get_total_norm([tensors[name]])
-        self.ranks.sum_([norms])
-        return get_total_norm([norms])
-
     def share_(self, tensors: Mapping[str, Tensor]) -> None:
         """Replaces each tensor, in place and on every rank, by its owner's."""
         if self.split:
@@ -298,6 +286,25 @@ class Shards:
                 bundle.append(name)
                 room -= tensors[name].numel()
             yield owner, bundle
+
+
+def total_norms(parts: Sequence[tuple[Shards, Mapping[str, Tensor]]]) -> list[Tensor]:
+    """Returns the L2 norm of all tensors of each part together, fp32 on the CPU.
+
+    It has the same bits however the part is split, and whatever the other parts are. The parts are of one trainer: a
+    single collective and a single wait of the host serve all of them.
+    """
+    if not parts:
+        return []
+    shards, _ = parts[0]
+    mine = [tensors[name] for part, tensors in parts for name in part.mine()]
+    norms = iter(torch._foreach_norm(mine) if mine else ())
+    none = torch.zeros((), device=mine[0].device if mine else shards.device)
+    each = torch.stack([next(norms) if part.owns(name) else none for part, _ in parts for name in part.owners])
+    if shards.split:
+        each = each.to(shards.device)
+        shards.ranks.sum_([each])
+    return [torch.linalg.vector_norm(own) for own in torch.split(each.cpu(), [len(part.owners) for part, _ in parts])]
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ from app.domain.ops import AdamParams, LoraSpec
 from app.errors import UserOpError
 from workers.backends.training.base import GRADIENTS_FILE, OPTIMIZER_FILE, Create, Writer
 from workers.backends.training.engine import Engine
-from workers.backends.training.optimizer import ShardedAdamW
+from workers.backends.training.optimizer import ShardedAdamW, Step
 from workers.backends.training.ranks import Shards, copied
 from workers.models import experts, lora, peft_files, quantized
 from workers.models.full_weights import huggingface_writer
@@ -38,9 +38,11 @@ _HOST = torch.device("cpu")
 class ModelState(Protocol):
     """One model's weights, optimizer and pending gradient; during a pass, also the gradient found so far.
 
-    Every rank calls the same methods in the same order: `collect`, `sum_found`, `keep`, `step`, `capture` and
+    Every rank calls the same methods in the same order: `collect`, `sum_found`, `keep`, `end_step`, `capture` and
     `export` are collectives.
     """
+
+    shards: Shards
 
     @property
     def adapter(self) -> Adapter | None:
@@ -85,12 +87,16 @@ class ModelState(Protocol):
         """Returns the pending gradient that this rank holds, fp32 by name; empty for zero."""
         ...
 
-    def step(self, params: AdamParams) -> dict[str, float]:
-        """Runs AdamW on the pending gradient, which is then zero. Raises UserOpError, nothing changed.
+    def weights(self) -> Mapping[str, Tensor]:
+        """Returns all trained weights by the names of `shards`; those of other ranks may be on the meta device."""
+        ...
 
-        Returns grad_norm (L2, before clipping), learning_rate and param_norm (L2 of all trained weights, after the
-        step): the same bits on every rank.
-        """
+    def begin_step(self, params: AdamParams) -> Step:
+        """Returns the step of AdamW on the pending gradient."""
+        ...
+
+    def end_step(self) -> None:
+        """Shows the stepped weights to passes and other ranks. The pending gradient is then zero."""
         ...
 
     def restore_pending(self, stored: Mapping[str, Tensor]) -> None:
@@ -257,17 +263,16 @@ class AdapterState:
     def restore_pending(self, stored: Mapping[str, Tensor]) -> None:
         self.pending = shaped_as(stored, self.adapter.tensors(), self.engine.base.device)
 
-    def step(self, params: AdamParams) -> dict[str, float]:
-        parameters = self.adapter.tensors()
-        gradients = self.pending or {n: torch.zeros_like(p, requires_grad=False) for n, p in parameters.items()}
-        norm = self.optimizer.step(gradients, params)
+    def weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.adapter.tensors().items()}
+
+    def begin_step(self, params: AdamParams) -> Step:
+        gradients = self.pending or {name: torch.zeros_like(weight) for name, weight in self.weights().items()}
+        return Step(self.optimizer, gradients, params)
+
+    def end_step(self) -> None:
         self.pending = None
-        self.shards.share_(parameters)
-        return {
-            "grad_norm": norm,
-            "learning_rate": params.learning_rate,
-            "param_norm": float(get_total_norm([p.detach() for p in parameters.values()])),
-        }
+        self.shards.share_(self.adapter.tensors())
 
     def capture(self, *, optimizer: bool, gradients: bool = False) -> Writer:
         """Copies the adapter and its optimizer's state, to be written as PEFT files and OPTIMIZER_FILE."""

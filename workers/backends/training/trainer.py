@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from app.domain import ops as domain_ops
-from app.domain.ops import DropGradients, ForwardBackward, OptimStep
+from app.domain.ops import AdamParams, DropGradients, ForwardBackward, OptimStep
 from app.domain.records import BaseModelInfo
 from app.domain.results import Done, OptimStepOutput, Output
 from app.errors import OpError, ServerOpError, UserOpError
@@ -23,8 +23,9 @@ from workers.backends.training.base import BackendOp, Create, Load, Writer
 from workers.backends.training.batch_ops import Job
 from workers.backends.training.engine import Engine
 from workers.backends.training.full_state import ComputeCopy, FullFinetuneModels
+from workers.backends.training.optimizer import step_all
 from workers.backends.training.passes import Pass
-from workers.backends.training.ranks import bound_gpus
+from workers.backends.training.ranks import bound_gpus, total_norms
 from workers.backends.training.state import AdapterModels, Models, ModelState, Residency, read_gradients
 from workers.models import lora
 from workers.models.base_model import LoadedBase
@@ -155,10 +156,12 @@ class Trainer(ABC):
             raise
 
     def _apply(self, ops: Mapping[str, BackendOp]) -> Results:
-        self._residency.bring(self._states, ops)
-        results: Results = {}
+        steps = {model_id: op for model_id, op in ops.items() if isinstance(op, OptimStep)}
+        results = self._optim_steps(steps)
+        if others := {model_id: op for model_id, op in ops.items() if not isinstance(op, OptimStep)}:
+            self._residency.bring(self._states, others)
         batches: defaultdict[tuple[bool, bool], dict[str, ForwardBackward]] = defaultdict(dict)
-        for model_id, op in ops.items():
+        for model_id, op in others.items():
             try:
                 if isinstance(op, ForwardBackward):
                     critic = self._state(model_id).critic
@@ -172,17 +175,41 @@ class Trainer(ABC):
             results |= self._forward_backward(batch)
         return {model_id: results[model_id] for model_id in ops}
 
-    def _apply_alone(self, model_id: str, op: Create | Load | OptimStep | DropGradients) -> Output:
+    def _apply_alone(self, model_id: str, op: Create | Load | DropGradients) -> Output:
         match op:
             case Create():
                 self._states[model_id] = self._create(op)
             case Load():
                 self._load(model_id, op)
-            case OptimStep():
-                return OptimStepOutput(self._state(model_id).step(op.params))
             case DropGradients():
                 self._state(model_id).drop_pending()
         return Done()
+
+    def _optim_steps(self, ops: Mapping[str, OptimStep]) -> Results:
+        """Steps models together, as many at a time as stay on the device."""
+        results: Results = {m: _not_loaded(m) for m in ops if m not in self._states}
+        known = [model_id for model_id in ops if model_id in self._states]
+        most = self._settings.trainer.device_models or len(known) or 1
+        for first in range(0, len(known), most):
+            results |= self._step_together({model_id: ops[model_id].params for model_id in known[first : first + most]})
+        return results
+
+    def _step_together(self, params: Mapping[str, AdamParams]) -> Results:
+        """Steps models, each to the bits of its step alone. The host waits for the norms of their gradients, which may
+        refuse a step, and for those of their weights."""
+        self._residency.bring(self._states, params)
+        states = {model_id: self._states[model_id] for model_id in params}
+        found = step_all([state.begin_step(params[model_id]) for model_id, state in states.items()])
+        grad_norms = {m: one for m, one in zip(params, found, strict=True) if not isinstance(one, UserOpError)}
+        for model_id in grad_norms:
+            states[model_id].end_step()
+        param_norms = total_norms([(states[model_id].shards, states[model_id].weights()) for model_id in grad_norms])
+        results: Results = {m: one for m, one in zip(params, found, strict=True) if isinstance(one, UserOpError)}
+        for (model_id, grad_norm), param_norm in zip(grad_norms.items(), param_norms, strict=True):
+            rate = params[model_id].learning_rate
+            metrics = {"grad_norm": grad_norm, "learning_rate": rate, "param_norm": float(param_norm)}
+            results[model_id] = OptimStepOutput(metrics)
+        return results
 
     def _forward_backward(self, ops: Mapping[str, ForwardBackward]) -> Results:
         if len(ops) > 1 and not self._models.share_passes:
@@ -293,8 +320,12 @@ class Trainer(ABC):
     def _state(self, model_id: str) -> ModelState:
         state = self._states.get(model_id)
         if state is None:
-            raise ServerOpError(f"model {model_id} is not loaded in this trainer")
+            raise _not_loaded(model_id)
         return state
+
+
+def _not_loaded(model_id: str) -> ServerOpError:
+    return ServerOpError(f"model {model_id} is not loaded in this trainer")
 
 
 def encode_apply(ops: Mapping[str, BackendOp]) -> bytes:
