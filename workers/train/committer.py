@@ -192,7 +192,9 @@ class Committer:
         return written
 
     def _run_together(self, group: Sequence[StartedOp]) -> list[Future[OpResult]]:
-        outcomes = self._executor.run_together({op.resident.lease.model_id: op.entry for op in group})
+        outcomes = self._executor.run_together(
+            [(op.resident.lease, op.entry, op.resident.grad_accumulation) for op in group]
+        )
         found = [(op.entry, outcomes[op.resident.lease.model_id]) for op in group]
         op_results = [
             OpResult.failed(entry, one) if isinstance(one, OpError) else OpResult.of(one) for entry, one in found

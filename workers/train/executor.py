@@ -7,7 +7,7 @@ it, so a step behind a lost gradient is the usual case. The state follows from t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -72,13 +72,26 @@ class Executor:
             self.give_up(lease, entry)
             raise
 
-    def run_together(self, entries: Mapping[str, Entry]) -> dict[str, Outcome | OpError]:
-        """Runs one forward_backward, or one forward, of several models in one pass; none of the Ops is doomed."""
-        ops: dict[str, ForwardBackward] = {
-            model_id: domain_ops.decode(entry.payload) for model_id, entry in entries.items()
+    def run_together(self, started: Sequence[tuple[Lease, Entry, GradAccumulation]]) -> dict[str, Outcome | OpError]:
+        """Runs one forward, one forward_backward or one optim_step of several models in one call of the backend. The
+        journal dooms none of the Ops. A failed optim_step drops its model's gradients."""
+        failures = {lease.model_id: doom(entry, accumulation) for lease, entry, accumulation in started}
+        ops: dict[str, ForwardBackward | OptimStep] = {
+            lease.model_id: domain_ops.decode(entry.payload)
+            for lease, entry, _ in started
+            if not failures[lease.model_id]
         }
-        outcomes = self.backend.apply(ops)
-        return {m: o if isinstance(o, OpError) else _outcome(ops[m], o) for m, o in outcomes.items()}
+        outputs = self.backend.apply(ops)
+        outcomes: dict[str, Outcome | OpError] = {}
+        for lease, entry, _ in started:
+            model_id = lease.model_id
+            output = outputs[model_id] if model_id in ops else UserOpError(failures[model_id])
+            if isinstance(output, OpError):
+                self.give_up(lease, entry)
+                outcomes[model_id] = output
+            else:
+                outcomes[model_id] = _outcome(ops[model_id], output)
+        return outcomes
 
     def give_up(self, lease: Lease, entry: Entry) -> None:
         """Skips a failed Op. A failed step also drops its gradients; when they are sent again, none counts twice."""

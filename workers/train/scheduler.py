@@ -35,6 +35,7 @@ _RECENT_S = 1.0
 # need some 150 ms to send their calls; with SmolLM2-135M on two cores a pass over 8 x 64 tokens takes 1.2 s.
 _WORTH_WAITING = 0.2
 _PASSES = (FORWARD, FORWARD_BACKWARD)
+_SHARED = (*_PASSES, OptimStep.kind)
 _POLL_S = 0.001
 
 # Only these kinds run ahead. A load and another save wait, as do seqs that the journal consumed.
@@ -111,20 +112,21 @@ class Scheduler:
         mine, blocked = _of(asked, waiting), self.is_blocked(asked, waiting)
         for head in waiting:
             if head is not mine and head.seq > served.get(head.model_id, -1) and self._may_run(head):
-                joins_later = head.kind == OptimStep.kind and head.model_id not in served and self._shares_pass(mine)
+                joins_later = head.kind == OptimStep.kind and head.model_id not in served and self._is_pass(mine)
                 if blocked or (mine and self._is_before(head, mine)) or (joins_later and self._is_resident(head)):
                     return head
         return None
 
     def batched_with(self, asked: Resident, waiting: Sequence[NextOp]) -> list[NextOp]:
-        """The other models' Ops that share the pass of the next Op of `asked`. An Op that broke a worker before runs
-        alone."""
+        """The other models' Ops that share the pass of the next Op of `asked`, or their optim_steps that share its own.
+        An Op that broke a worker before runs alone."""
         mine = _of(asked, waiting)
-        if mine is None or not self._shares_pass(mine):
+        if mine is None or not self._is_shared(mine):
             return []
+        # A step takes milliseconds, which is less than another one is worth waiting for.
         joining = (
             head
-            for head in self._await_batch(waiting)
+            for head in (self._await_batch(waiting) if mine.kind in _PASSES else waiting)
             if self._is_resident(head) and _can_join(head, mine) and self._may_run(head)
         )
         return list(self._within_budget(joining))
@@ -149,8 +151,11 @@ class Scheduler:
         is_backing_off = self._run_ahead.retry_backoff.is_backing_off(head.model_id)
         return head.fresh and not is_backing_off and (resident is None or self._run_ahead.may_run(resident, head))
 
-    def _shares_pass(self, head: NextOp | None) -> bool:
-        return bool(self._most_bytes and head and head.fresh and head.kind in _PASSES)
+    def _is_pass(self, head: NextOp | None) -> bool:
+        return head is not None and head.kind in _PASSES and self._is_shared(head)
+
+    def _is_shared(self, head: NextOp) -> bool:
+        return bool(self._most_bytes and head.fresh and head.kind in _SHARED)
 
     def _await_batch(self, waiting: Sequence[NextOp]) -> Sequence[NextOp]:
         worth_it = max(self._wait_s, _WORTH_WAITING * self._pass_s) if self._wait_s else 0.0

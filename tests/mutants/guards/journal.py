@@ -11,6 +11,7 @@ _OPLOG = f"{_STORES}/test_journal.py"
 _JOURNAL = "tests/property/test_journal.py"
 _CODEC, _NEWER = "tests/unit/app/domain/test_ops.py", "tests/unit/workers/train/test_newer_versions.py"
 _RECOVERY = "tests/property/test_recovery.py"
+_SHARED = "tests/unit/workers/train/test_shared_steps.py"
 
 MUTANTS = (
     # Admission: a call is identified by model, seq and content.
@@ -149,6 +150,20 @@ MUTANTS = (
         "if entry.kind == OptimStep.kind and grads.missing:",
         "if False:",
         f"{_RECOVERY}::test_no_step_runs_behind_a_batch_that_failed_even_when_another_came",
+    ),
+    Mutant(
+        "window: no step on part of its gradients beside other steps",
+        "workers/train/executor.py",
+        "failures = {lease.model_id: doom(entry, accumulation)",
+        "failures = {lease.model_id: ''",
+        f"{_SHARED}::test_a_step_without_all_of_its_gradients_is_refused_beside_others",
+    ),
+    Mutant(
+        "window: a step that fails beside others drops its gradients",
+        "workers/train/executor.py",
+        "                self.give_up(lease, entry)\n",
+        "",
+        f"{_SHARED}::test_a_step_that_fails_beside_others_drops_its_gradients",
     ),
     Mutant(
         "window: nothing stands in for a batch that failed",

@@ -123,7 +123,7 @@ def test_what_is_over_the_budget_does_not_join(world: World):
     assert recorder.passes == [{A, B}]
 
 
-def test_kinds_do_not_mix_and_steps_run_alone(world: World, merging: Worker):
+def test_kinds_do_not_mix(world: World, merging: Worker):
     admit(world, A, 1, gradient(1))
     admit(world, B, 1, PROBE)
     admit(world, C, 1, step()[1])
