@@ -55,6 +55,14 @@ class Case:
             trainer.apply({f"m{tenant}": _step(1e-3 * (1 + tenant % 2)) for tenant in range(self.tenants)})
         return counts
 
+    def capture_waits(self, folder: Path, layers: int) -> int:
+        """Waits for a copy of the first tenant's model, with its moments and its gradient."""
+        trainer = self._trainer(folder, layers)
+        trainer.apply({"m0": _operation(self._shares()[0])})
+        with counted() as counts:
+            trainer._backend.capture("m0", optimizer=True, gradients=True)
+        return counts.waits.total()
+
     def kept(self, folder: Path, layers: int) -> float:
         """Bytes of each further token that autograd keeps of a forward over the datums."""
         trainer: Any = self._trainer(folder, layers)._backend
@@ -151,4 +159,6 @@ if __name__ == "__main__":
         errors = {str(window): _attention_error(window) for window in (None, 3, 8)}
         errors["a call for each length"] = _attention_error(None, own_call=1)
         steps = {name: _measured_steps(CASES[name], Path(made)) for name in ("1 tenant", "16 uneven tenants")}
-        print(json.dumps({"counts": counts, "steps": steps, "attention errors": errors}))
+        captures = [CASES["1 tenant"].capture_waits(Path(made), layers) for layers in (1, 2)]
+        found = {"counts": counts, "steps": steps, "captures": captures, "attention errors": errors}
+        print(json.dumps(found))

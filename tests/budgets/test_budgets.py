@@ -65,6 +65,11 @@ def test_the_steps_of_16_tenants_have_few_more_kernels_than_that_of_one(measured
     assert measured["steps"]["16 uneven tenants"]["kernels"] <= 46
 
 
+def test_the_host_waits_four_times_for_a_copy_of_a_model_however_many_tensors_it_has(measured: dict[str, Any]) -> None:
+    """Once for its weights, for each of two moments, and for its gradient."""
+    assert measured["captures"] == [4, 4]
+
+
 def test_a_layer_with_one_tenant_has_few_kernels(counts: Counts) -> None:
     assert counts["1 tenant"]["layer"] <= 217
 

@@ -73,12 +73,13 @@ class Adapter:
 
     def to(self, device: torch.device) -> Adapter:
         """A copy on `device`."""
+        return self.with_values({name: one.detach().to(device, copy=True) for name, one in self.tensors().items()})
 
-        def copied(parameter: nn.Parameter) -> nn.Parameter:
-            return nn.Parameter(parameter.detach().to(device, copy=True))
-
-        pairs = {path: LoraPair(copied(pair.a), copied(pair.b)) for path, pair in self.pairs.items()}
-        return Adapter(self.spec, pairs, None if self.value_head is None else copied(self.value_head))
+    def with_values(self, values: Mapping[str, Tensor]) -> Adapter:
+        """An adapter of this kind with other tensors, which have the names of `tensors`."""
+        names = {path: [f"{KEY_PREFIX}{path}.lora_{part}.weight" for part in "AB"] for path in self.pairs}
+        pairs = {path: LoraPair(*(nn.Parameter(values[name]) for name in both)) for path, both in names.items()}
+        return Adapter(self.spec, pairs, nn.Parameter(values[SCORE_KEY]) if self.critic else None)
 
 
 Segments = Sequence[tuple[Adapter | None, int]]

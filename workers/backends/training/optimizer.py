@@ -57,17 +57,19 @@ class ShardedAdamW:
             for tensor in (tensor for moment in _MOMENTS for tensor in self.states(moment) if tensor.is_cpu):
                 torch.hardshrink(tensor, _LEAST_NORMAL, out=tensor)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self, *, pinned: bool = False) -> dict[str, Tensor]:
         """Copies every rank's state to the CPU of rank 0: `moment.parameter` fp32, `step` int64. A collective.
 
-        The other ranks get only the step.
+        The other ranks get only the step. `pinned`: see `copied` in ranks.py.
         """
         found = {"step": torch.tensor(self.steps)}
         for moment in _MOMENTS:
             gathered = {
                 name: self._state[name][moment] if name in self.mine else p for name, p in self._parameters.items()
             }
-            found |= {f"{moment}.{name}": tensor for name, tensor in self.shards.gathered(gathered).items()}
+            found |= {
+                f"{moment}.{name}": tensor for name, tensor in self.shards.gathered(gathered, pinned=pinned).items()
+            }
         return found
 
     def tensors(self) -> Iterator[Tensor]:

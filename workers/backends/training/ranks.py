@@ -258,20 +258,21 @@ class Shards:
             for owner, names in self._bundles(tensors):
                 self.ranks.broadcast_([tensors[name] for name in names], owner)
 
-    def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies all tensors to the CPU of rank 0; returns nothing on the others."""
+    def gathered(self, tensors: Mapping[str, Tensor], *, pinned: bool = False) -> dict[str, Tensor]:
+        """Copies all tensors to the CPU of rank 0; returns nothing on the others. See `copied`."""
+        if not self.split:
+            return copied({name: tensors[name] for name in self.owners}, pinned=pinned) if self.ranks.rank == 0 else {}
         found: dict[str, Tensor] = {}
         for owner, names in self._bundles(tensors):
-            parts = [self._sent(tensors[name], mine=self.owns(name)) for name in names]
-            if self.split:
-                self.ranks.broadcast_(parts, owner)
+            parts = {name: self._sent(tensors[name], mine=self.owns(name)) for name in names}
+            self.ranks.broadcast_([*parts.values()], owner)
             if self.ranks.rank == 0:
-                found |= {name: copied(part) for name, part in zip(names, parts, strict=True)}
+                found |= copied(parts, pinned=pinned)
         return found
 
     def _sent(self, tensor: Tensor, *, mine: bool) -> Tensor:
         if mine:
-            return tensor.detach().to(self.device) if self.split else tensor.detach()
+            return tensor.detach().to(self.device)
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
 
     def _bundles(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Sequence[str]]]:
@@ -313,6 +314,17 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def copied(tensor: Tensor) -> Tensor:
-    """Copies a tensor to the CPU, contiguous."""
-    return tensor.to(torch.device("cpu"), copy=True, memory_format=torch.contiguous_format)
+def copied(tensors: Mapping[str, Tensor], *, pinned: bool = False) -> dict[str, Tensor]:
+    """Copies tensors of one device to the CPU, contiguous.
+
+    With `pinned` the host waits once: a GPU copies into pinned memory and the host does not wait, but for the last
+    copy, behind which the stream has done all others. torch keeps such memory for later copies and rounds each tensor
+    up to a power of two, so it is for adapters and not for full models.
+    """
+    last = len(tensors) - 1
+    return {
+        name: tensor.detach().to(
+            "cpu", non_blocking=pinned and at < last, copy=True, memory_format=torch.contiguous_format
+        )
+        for at, (name, tensor) in enumerate(tensors.items())
+    }

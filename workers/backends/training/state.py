@@ -276,9 +276,9 @@ class AdapterState:
 
     def capture(self, *, optimizer: bool, gradients: bool = False) -> Writer:
         """Copies the adapter and its optimizer's state, to be written as PEFT files and OPTIMIZER_FILE."""
-        adapter = self.adapter.to(_HOST)
-        moments = self.optimizer.state() if optimizer else None
-        pending = {n: copied(g) for n, g in self.pending_gradients().items()} if gradients else {}
+        adapter = self.adapter.with_values(copied(self.adapter.tensors(), pinned=True))
+        moments = self.optimizer.state(pinned=True) if optimizer else None
+        pending = copied(self.pending_gradients(), pinned=True) if gradients else {}
 
         def write(folder: Path) -> None:
             try:
