@@ -43,12 +43,10 @@ def test_thousands_of_tokens_are_one_micro_batch(counts: Counts) -> None:
     assert counts["1 tenant, 4 times the tokens"]["waits"] == counts["1 tenant"]["waits"]
 
 
-def test_the_host_waits_once_a_micro_batch_and_twice_an_op(counts: Counts) -> None:
-    """For the rows without a gradient, and for an Op's results and its gradient's norm; never for a copy to the
-    device."""
-    assert counts["1 tenant"]["waits"] == 3
-    for case in ("16 tenants", "16 uneven tenants", "16 uneven tenants, experts"):
-        assert counts[case]["waits"] == 1 + 2 * 16
+def test_the_host_waits_once_a_micro_batch_and_twice_a_pass(counts: Counts) -> None:
+    """For the rows without a gradient, and for the results and the gradients' norms of all tenants; never for a copy to
+    the device."""
+    assert {case["waits"] for case in counts.values()} == {3}
 
 
 def test_the_host_waits_twice_for_the_steps_of_all_tenants(measured: dict[str, Any]) -> None:
@@ -75,8 +73,9 @@ def test_a_layer_with_one_tenant_has_few_kernels(counts: Counts) -> None:
 
 
 def test_a_layer_with_16_tenants_has_few_more(counts: Counts) -> None:
-    """However many tokens each tenant has. In runs of equal ones, uneven tenants had 2,222."""
-    assert counts["16 tenants"]["layer"] <= 272
+    """However many tokens each tenant has. In runs of equal ones, uneven tenants had 2,222. Four are for the norms of
+    their gradients in the layer, 224 tensors."""
+    assert counts["16 tenants"]["layer"] <= 276
     assert counts["16 uneven tenants"]["layer"] == counts["16 tenants"]["layer"]
 
 

@@ -180,7 +180,15 @@ def test_a_finite_loss_with_an_endless_gradient_fails_too(backend: Trainer, crea
     assert "datum 0" in str(error)
 
 
+def heavy() -> ForwardBackward:
+    """A batch whose losses are finite, and the norm of whose gradient is not."""
+    datums = supervised(1, (9, 30, 4))
+    datums[0]["weights"][:] = 1e25
+    return replace(GOOD, batch=batch(datums))
+
+
 FAILING = {
+    "gradient": (heavy(), "every loss is finite, but the gradient is not"),
     "importance_sampling": (replace(spoiled(OTHER, datum=0), loss_fn="importance_sampling"), "datum 0"),
     "custom": (custom(vanishing), "datum 1: the custom loss vanishing fails: node truediv"),
 }

@@ -4,7 +4,7 @@ future.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -225,12 +225,6 @@ class Job:
             self.datums[name][datums] = values
         return torch.where(bad[:, None, None], 0.0, found.gradient)
 
-    def fetch(self) -> None:
-        """Moves the results to the host, in one transfer."""
-        parts = [self.scores, *self.datums.values()]
-        self.scores, *found = torch.split(torch.cat(parts).cpu(), [len(part) for part in parts])
-        self.datums = dict(zip(self.datums, found, strict=True))
-
     def check_finite(self) -> None:
         """Raises UserOpError naming the first datum whose loss, its gradient or its ratio is not finite."""
         bad = self.datums["bad"].nonzero()
@@ -251,6 +245,15 @@ class Job:
         metrics["tokens:sum"] = float(sum(self.tokens.lengths))
         scores = Ragged(self.scores.numpy(), _scored(self.op).shapes)
         return CriticOutput(scores, metrics) if self.critic else ForwardBackwardOutput(scores, metrics)
+
+
+def fetch(jobs: Collection[Job]) -> None:
+    """Moves the results of all jobs to the host, in one transfer."""
+    parts = [part for job in jobs for part in (job.scores, *job.datums.values())]
+    found = iter(torch.split(torch.cat(parts).cpu(), [len(part) for part in parts]))
+    for job in jobs:
+        job.scores = next(found)
+        job.datums = {name: next(found) for name in job.datums}
 
 
 def asks_entropy(op: ForwardBackward) -> bool:

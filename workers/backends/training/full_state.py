@@ -24,7 +24,7 @@ from app.errors import UserOpError
 from workers.backends.training.base import GRADIENTS_FILE, OPTIMIZER_FILE, Create, Writer
 from workers.backends.training.engine import Engine
 from workers.backends.training.optimizer import ShardedAdamW, Step
-from workers.backends.training.ranks import Shards, total_norms
+from workers.backends.training.ranks import Shards
 from workers.backends.training.state import ModelState, read_optimizer, shaped_as, write_nothing
 from workers.models import base_model, lora
 from workers.models.base_model import LoadedBase
@@ -116,12 +116,10 @@ class FullFinetuneState:
             mine, self._found = self._found, {}
             self._sum(mine)
 
+    def found_gradients(self) -> Mapping[str, Tensor]:
+        return self._found
+
     def keep(self) -> None:
-        (norm,) = total_norms([(self.shards, self._found)])
-        if not norm.isfinite():
-            raise UserOpError(
-                "every loss is finite, but the gradient is not; nothing was added to the pending gradient"
-            )
         if self._pending is None:
             self._pending = self._found
         else:

@@ -20,7 +20,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
 from app.domain.ops import AdamParams, LoraSpec
 from app.errors import UserOpError
@@ -71,8 +70,12 @@ class ModelState(Protocol):
         """Sums the found gradient over the ranks at the end of a pass."""
         ...
 
+    def found_gradients(self) -> Mapping[str, Tensor]:
+        """Returns the found gradient that this rank holds, fp32 by name."""
+        ...
+
     def keep(self) -> None:
-        """Adds the found gradient to the pending gradient. Raises UserOpError, nothing added, when it is not finite."""
+        """Adds the found gradient, which is finite, to the pending gradient."""
         ...
 
     def drop_found(self) -> None:
@@ -238,14 +241,18 @@ class AdapterState:
 
         With several ranks, one rank may have had no datum of this adapter.
         """
-        self.shards.ranks.sum_([*self._found().values()])
+        self.shards.ranks.sum_([*self.found_gradients().values()])
+
+    def found_gradients(self) -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in self.adapter.tensors().items():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            found[name] = parameter.grad
+        return found
 
     def keep(self) -> None:
-        found = self._found()
-        if not get_total_norm(found.values()).isfinite():
-            raise UserOpError(
-                "every loss is finite, but the gradient is not; nothing was added to the pending gradient"
-            )
+        found = self.found_gradients()
         if self.pending is None:
             self.pending = found
         else:
@@ -315,14 +322,6 @@ class AdapterState:
                 f"the checkpoint's adapter is scaled by {other.adapter.scaling:g} (alpha / rank), but this model's by "
                 f"{self.adapter.scaling:g}; create a new model from the checkpoint instead"
             )
-
-    def _found(self) -> dict[str, Tensor]:
-        found = {}
-        for name, parameter in self.adapter.tensors().items():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            found[name] = parameter.grad
-        return found
 
 
 @dataclass(frozen=True, slots=True)

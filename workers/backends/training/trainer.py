@@ -20,7 +20,7 @@ from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends.failures import StallDetector, ran_out_of_memory
 from workers.backends.training.base import BackendOp, Create, Load, Writer
-from workers.backends.training.batch_ops import Job
+from workers.backends.training.batch_ops import Job, fetch
 from workers.backends.training.engine import Engine
 from workers.backends.training.full_state import ComputeCopy, FullFinetuneModels
 from workers.backends.training.optimizer import step_all
@@ -31,6 +31,7 @@ from workers.models import lora
 from workers.models.base_model import LoadedBase
 
 Results = dict[str, Output | OpError]
+_ENDLESS = "every loss is finite, but the gradient is not; nothing was added to the pending gradient"
 
 Call = tuple[Any, ...]
 """The name of a method, followed by its arguments."""
@@ -216,7 +217,7 @@ class Trainer(ABC):
             return self._one_by_one(ops)
         jobs = self._run(ops)
         if jobs is not None:
-            return {model_id: self._finish(job) for model_id, job in jobs.items()}
+            return self._finish(jobs)
         if len(ops) > 1:  # an Op that is too large must not fail the others
             return self._one_by_one(ops)
         return {model_id: self._too_large(op) for model_id, op in ops.items()}
@@ -252,17 +253,22 @@ class Trainer(ABC):
             "operator to lower trainer.micro_batch_tokens or to turn on trainer.activation_checkpointing"
         )
 
-    def _finish(self, job: Job) -> Output | OpError:
+    def _finish(self, jobs: Mapping[str, Job]) -> Results:
+        """Ends the Ops of a pass. The host waits for all results, and for the norms of all gradients."""
         try:
-            job.fetch()
-            job.check_finite()
-            if not job.op.forward_only:
-                job.state.keep()
-            return job.output()
-        except UserOpError as error:
-            return error
+            fetch(jobs.values())
+            errors = {model_id: _error(job) for model_id, job in jobs.items()}
+            kept = {m: job.state for m, job in jobs.items() if not job.op.forward_only and errors[m] is None}
+            norms = total_norms([(state.shards, state.found_gradients()) for state in kept.values()])
+            for (model_id, state), norm in zip(kept.items(), norms, strict=True):
+                if norm.isfinite():
+                    state.keep()
+                else:
+                    errors[model_id] = UserOpError(_ENDLESS)
+            return {model_id: errors[model_id] or job.output() for model_id, job in jobs.items()}
         finally:
-            job.state.drop_found()
+            for job in jobs.values():
+                job.state.drop_found()
 
     def _create(self, op: Create) -> ModelState:
         if op.source is not None:
@@ -322,6 +328,14 @@ class Trainer(ABC):
         if state is None:
             raise _not_loaded(model_id)
         return state
+
+
+def _error(job: Job) -> UserOpError | None:
+    try:
+        job.check_finite()
+    except UserOpError as error:
+        return error
+    return None
 
 
 def _not_loaded(model_id: str) -> ServerOpError:
