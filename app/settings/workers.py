@@ -28,6 +28,7 @@ class TrainerSettings(Section):
     count: int = Field(1, ge=0, description="trainer workers (rank groups) on this machine; 0: none")
     ranks: int = Field(1, ge=1, description="processes in one rank group; more than 1 needs deepspeed")
     sequence_parallel: int = Field(1, ge=1, description="ranks that share a micro-batch's tokens; divides `ranks`")
+    tensor_parallel: int = Field(1, ge=1, description="ranks that split the frozen base's layers; divides `ranks`")
     hostfile: str = Field(
         "",
         description="DeepSpeed hostfile (lines 'host slots=n') of the ranks, rank 0 on the first; empty: this machine",
@@ -178,6 +179,21 @@ class BaseModelSettings(Section):
             raise SetupError(
                 f"base model {self.name!r}: dtype {self.dtype!r} is for frozen weights that each rank holds whole, and "
                 f"does not go with {wrong[0]}; change that, or set dtype to auto"
+            )
+
+    def check_tensor_parallel(self) -> None:
+        """Raises SetupError when another setting does not go with layers that ranks split."""
+        full = self.full is not None and self.full.tensor_parallel > 1
+        others = {
+            "trainer.sequence_parallel": self.trainer.sequence_parallel > 1,
+            "trainer.zero_stage = 3": self.trainer.zero_stage == 3,
+            f"dtype {self.dtype!r}": self.quantized,
+        }
+        wrong = [name for name, is_set in others.items() if is_set and self.trainer.tensor_parallel > 1]
+        if wrong or full:
+            raise SetupError(
+                f"base model {self.name!r}: trainer.tensor_parallel splits a frozen base of 16 or 32 bits, and does "
+                f"not go with {wrong[0] if wrong else 'section full'}; change that, or set it to 1"
             )
 
     def for_full(self) -> BaseModelSettings:

@@ -57,18 +57,25 @@ def model_path(base: BaseModelSettings) -> None:
 
 
 def ranks(base: BaseModelSettings) -> None:
-    """Checks that the torch trainer has one process, and that its ranks can share tokens."""
+    """Checks that the torch trainer has one process, and that its ranks can share tokens or layers."""
+    base.check_tensor_parallel()
     for trainer in (base.trainer, base.full):
         if trainer is not None and trainer.backend == "torch" and trainer.ranks > 1:
             raise SetupError(
                 f"base model {base.name!r}: the torch trainer runs in one process, not in {trainer.ranks} ranks; use "
                 "--ranks 1 or --trainer deepspeed"
             )
-        if trainer is not None and trainer.ranks % trainer.sequence_parallel:
-            raise SetupError(
-                f"base model {base.name!r}: trainer.sequence_parallel is {trainer.sequence_parallel} for "
-                f"{trainer.ranks} ranks; the ranks must be a multiple of it"
-            )
+        if trainer is None:
+            continue
+        for name, size in (
+            ("sequence_parallel", trainer.sequence_parallel),
+            ("tensor_parallel", trainer.tensor_parallel),
+        ):
+            if trainer.ranks % size:
+                raise SetupError(
+                    f"base model {base.name!r}: trainer.{name} is {size} for {trainer.ranks} ranks; the ranks must be "
+                    "a multiple of it"
+                )
 
 
 def training(base: BaseModelSettings) -> None:

@@ -144,6 +144,7 @@ ADDED: dict[str, set[str]] = {
         "base_models.router_replay",
         *(f"engine.{name}" for name in _ENGINE),
         *(f"base_models.{section}.sequence_parallel" for section in ("trainer", "full")),
+        *(f"base_models.{section}.tensor_parallel" for section in ("trainer", "full")),
         *(f"base_models.{section}.fused_kernels" for section in ("trainer", "full")),
     },
     "setting values": {
@@ -154,6 +155,7 @@ ADDED: dict[str, set[str]] = {
         "base_models[0].router_replay",
         *(f"engine.{name}" for name in _ENGINE),
         *(f"base_models[0].{section}.sequence_parallel" for section in ("trainer", "full")),
+        *(f"base_models[0].{section}.tensor_parallel" for section in ("trainer", "full")),
         *(f"base_models[0].{section}.fused_kernels" for section in ("trainer", "full")),
     },
     # Keys that start so. Processes of ecb7b39 neither read nor write them, which RedisRecords expects of its lists.

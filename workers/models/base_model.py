@@ -30,9 +30,11 @@ from app.domain.records import BaseModelInfo
 from app.errors import SetupError, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends.failures import ran_out_of_memory
-from workers.models import experts, packed, quantized_loading, sharded_loading
+from workers.models import experts, packed
 from workers.models.coverage import has_experts, left_out, undecided
 from workers.models.images import ImageReader, reader_of
+from workers.models.loading.quantized import QuantizeOnLoad
+from workers.models.loading.sharded import ShardOnLoad, Split
 from workers.models.lora import shapes, targets
 
 _SHOWN_CHARACTERS = 300
@@ -84,9 +86,7 @@ class LoadedBase:
             raise UserOpError(f"{self.info.name} is served without images here; send text alone")
 
 
-def load(
-    settings: BaseModelSettings, device: torch.device | None = None, split: sharded_loading.Split | None = None
-) -> LoadedBase:
+def load(settings: BaseModelSettings, device: torch.device | None = None, split: Split | None = None) -> LoadedBase:
     """Loads a local folder or a hub id onto `device` (default: the first GPU, else the CPU).
 
     With `split`, each parameter is split over ranks when it is read, except as ShardOnLoad says.
@@ -124,7 +124,7 @@ def read_weights(source: str, model: Any, kept: Collection[str] | None = None) -
             dtype=torch.float32,
             attn_implementation="eager",
             use_safetensors=True,
-            quantization_config=None if kept is None else sharded_loading.ShardOnLoad(_emptied(kept), torch.float32),
+            quantization_config=None if kept is None else ShardOnLoad(_emptied(kept), torch.float32),
             output_loading_info=True,
         )
     except (RuntimeError, SafetensorError) as error:
@@ -135,7 +135,7 @@ def read_weights(source: str, model: Any, kept: Collection[str] | None = None) -
     return {name: parameter.detach() for name, parameter in found.named_parameters()}
 
 
-def _emptied(kept: Collection[str]) -> sharded_loading.Split:
+def _emptied(kept: Collection[str]) -> Split:
     def split(name: str, parameter: nn.Parameter) -> None:
         if name not in kept:
             parameter.data = torch.empty(0)
@@ -163,12 +163,10 @@ def _weight_files(folder: Path) -> set[str]:
     return set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
 
 
-def _quantizer(
-    settings: BaseModelSettings, dtype: torch.dtype, device: torch.device, split: sharded_loading.Split | None
-) -> Any:
+def _quantizer(settings: BaseModelSettings, dtype: torch.dtype, device: torch.device, split: Split | None) -> Any:
     if settings.quantized:
-        return quantized_loading.QuantizeOnLoad(settings.dtype, device)
-    return None if split is None else sharded_loading.ShardOnLoad(split, dtype)
+        return QuantizeOnLoad(settings.dtype, device)
+    return None if split is None else ShardOnLoad(split, dtype)
 
 
 def _from_pretrained(settings: BaseModelSettings, dtype: torch.dtype, quantizer: Any) -> nn.Module:

@@ -23,6 +23,8 @@ from workers.models import coverage
 from workers.models.quantized import QuantizedWeight, for_product
 
 NAME = "tinsmith_lora"
+# The attribute of a module that keeps some of its experts: a range.
+_KEPT = "kept_experts"
 _WRAPPER = ".base_layer"
 # The names of stacked tensors, in their modules' order, and how many of PEFT's wrappers lie around a tensor's own.
 _OUTER = {"gate_proj": 2, "gate_up_proj": 1, "up_proj": 1, "down_proj": 0}
@@ -75,12 +77,19 @@ def pair_path(parameter: str) -> str:
     return module + _WRAPPER * _OUTER[name] if is_stacked else parameter.removesuffix(".weight")
 
 
+def module_path(path: str) -> str:
+    """The path of the module under a pair, on a linear or on experts."""
+    return path.replace(_WRAPPER, "")
+
+
 def shape(model: nn.Module, path: str) -> tuple[int, int, int]:
-    """(experts, in, out) of the tensor under a pair. ZeRO-3 empties the tensor's shape, so its record is used."""
+    """(experts, in, out) of the tensor under a pair, of which this rank may keep some experts alone. ZeRO-3 empties the
+    tensor's shape, so its record is used."""
     outer = path.count(_WRAPPER)
-    module = model.get_submodule(path.replace(_WRAPPER, ""))
+    module: Any = model.get_submodule(module_path(path))
     weight = getattr(module, next(name for name in names(module) if _OUTER[name] == outer))
     count, rows, columns = getattr(weight, "ds_shape", weight.shape)
+    count = module.num_experts if hasattr(module, _KEPT) else count
     return (count, rows, columns) if _is_transposed(module) else (count, columns, rows)
 
 
@@ -94,6 +103,24 @@ def merged(module: Any, weight: Tensor, a: Tensor, b: Tensor, scaling: float) ->
     stacked_a, stacked_b = _stacked(a, b, len(weight))
     added = torch.bmm(stacked_b, stacked_a)
     return weight + scaling * (added.mT if _is_transposed(module) else added)
+
+
+def can_keep_some(module: Any) -> bool:
+    """True if `keep` can take some of the module's experts: others' forward knows no missing expert."""
+    return hasattr(module, "_apply_gate") and not module.has_bias
+
+
+def keep(module: Any, own: range) -> None:
+    """Says that the module's tensors are those of the experts `own` alone. From then on it gives the part of its sum
+    that is theirs."""
+    setattr(module, _KEPT, own)
+
+
+def part(a: Tensor, b: Tensor, count: int, own: range) -> tuple[Tensor, Tensor]:
+    """The part of a pair on `count` experts that is for the experts `own`, laid out as the pair itself."""
+    rank = len(a) // count
+    of_b = b.view(len(b), -1, count)[..., own.start : own.stop]
+    return a[own.start * rank : own.stop * rank], of_b.flatten(1)
 
 
 def wrap(model: Any, shares: Shares) -> None:
@@ -115,14 +142,14 @@ def wrap(model: Any, shares: Shares) -> None:
 def _routed(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, segments: Sequence[Any]) -> Tensor:
     """Maps hidden states [tokens, width] to the experts' weighted sum, as transformers' grouped_mm does."""
     rows = _Rows(module, segments, hidden, chosen)
-    x = rows.gathered(hidden)
+    x = rows.kept(rows.gathered(hidden))
     for name in names(module):
         bias = getattr(module, f"{name}_bias")[rows.experts] if module.has_bias else None
         with for_product(getattr(module, name)) as weight:
             out = _grouped_linear(x, weight, rows.expert_ends, bias, module.is_transposed)
         out = rows.add(x, out, module.lora_path + _WRAPPER * _OUTER[name])
         x = out if name == "down_proj" else module._apply_gate(out) if module.has_gate else module.act_fn(out)
-    return rows.combined(x, weights).to(hidden.dtype)
+    return rows.combined(rows.kept(x), weights).to(hidden.dtype)
 
 
 def _llama4(module: Any, shares: Shares, hidden: Tensor) -> Tensor:
@@ -174,6 +201,8 @@ class _Rows:
 
     tokens, experts, kinds: [rows], each row's token, expert and adapter's number. ends: [experts · adapters] and
     expert_ends: [experts], where their rows end. places: [tokens, choices of a token], each choice's row.
+
+    Where the module keeps some of its experts, the rows of all others come last, and no product computes them.
     """
 
     def __init__(self, module: Any, segments: Sequence[Any], hidden: Tensor, chosen: Tensor) -> None:
@@ -181,7 +210,12 @@ class _Rows:
         owners = [adapter if adapter is not None and path in adapter.pairs else None for adapter, _ in segments]
         self.adapters = list(dict.fromkeys(owners)) or [None]
         kinds, count, device = len(self.adapters), module.num_experts, chosen.device
-        group = chosen.reshape(-1) * kinds
+        group = chosen.reshape(-1)
+        own: range | None = getattr(module, _KEPT, None)
+        if own is not None:
+            group = torch.where((group >= own.start) & (group < own.stop), group - own.start, len(own))
+            count = len(own) + 1
+        group = group * kinds
         if kinds > 1:
             unit = len(group) // sum(share for _, share in segments)
             shares = _moved([share * unit for _, share in segments], device)
@@ -201,13 +235,19 @@ class _Rows:
             ends = sizes.cumsum(0)
         self.tokens, self.places = tokens, torch.empty_like(choices).index_copy(0, choices, rows).view_as(chosen)
         self.experts, self.kinds = group // kinds, group % kinds
-        self.ends = ends.to(torch.int32)
+        computed = len(ends) if own is None else len(own) * kinds
+        self._others = None if own is None else (group >= computed)[:, None]
+        self.ends = ends[:computed].to(torch.int32)
         self.expert_ends = self.ends[kinds - 1 :: kinds].contiguous()
 
     def gathered(self, hidden: Tensor) -> Tensor:
         """Maps [tokens, width] to [rows, width]."""
         gathered: Tensor = _Gather.apply(hidden, self.tokens, self.places)  # type: ignore[no-untyped-call]
         return gathered
+
+    def kept(self, x: Tensor) -> Tensor:
+        """Maps [rows, width] to the same with zeros in the rows that no product computes: they hold anything."""
+        return x if self._others is None else x.masked_fill(self._others, 0)
 
     def combined(self, x: Tensor, weights: Tensor) -> Tensor:
         """Maps [rows, width] to the tokens' sums [tokens, width], with the choices' weights [tokens, choices]."""

@@ -7,6 +7,8 @@ from tests.mutants.mutant import Mutant
 _PACKING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_packing.py"
 _ATTENTION = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_attention.py"
 _SEQUENCE = "--confcutdir=tests/conformance tests/conformance/test_sequence_parallel.py"
+_SPLIT = "--confcutdir=tests/conformance tests/conformance/test_tensor_parallel.py"
+_PARTS = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_tensor_parallel.py"
 _IMAGES = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_images.py"
 _IMAGE_FILES = "--confcutdir=tests/unit/app/wire tests/unit/app/wire/test_images.py"
 _ROUTES = "tests/unit/app/api/test_router_replay.py"
@@ -28,35 +30,35 @@ MUTANTS = (
     ),
     Mutant(
         "sharded loading: tied parameters are compared before they are split",
-        "workers/models/sharded_loading.py",
+        "workers/models/loading/sharded.py",
         "if name in self.quantizer.whole:",
         "if False:",
         f"{_LOADING}::test_a_head_that_is_stored_beside_its_embedding_is_tied_if_it_is_the_same",
     ),
     Mutant(
         "sharded loading: weights have the shapes of their model",
-        "workers/models/sharded_loading.py",
+        "workers/models/loading/sharded.py",
         "wanted.shape != tensor.shape:",
         "False:",
         f"{_LOADING}::test_weights_that_do_not_fit_are_named_with_the_cause",
     ),
     Mutant(
         "sharded loading: what was split is not missing",
-        "workers/models/sharded_loading.py",
+        "workers/models/loading/sharded.py",
         "            missing_keys.discard(name)\n",
         "",
         f"{_LOADING}::test_all_parameters_but_those_that_are_tied_are_split",
     ),
     Mutant(
         "sharded loading: a failure is raised as it is",
-        "workers/models/sharded_loading.py",
+        "workers/models/loading/sharded.py",
         "                self.quantizer.failure = error\n",
         "                raise\n",
         f"{_LOADING}::test_running_out_of_memory_may_pass_also_where_a_share_is_kept",
     ),
     Mutant(
         "sharded loading: parameters that transformers keeps in fp32 have the dtype of the others",
-        "workers/models/sharded_loading.py",
+        "workers/models/loading/sharded.py",
         "tensor.to(config.dtype)",
         "tensor",
         f"{_LOADING}::test_split_parameters_have_one_dtype_as_deepspeed_demands",
@@ -102,8 +104,8 @@ MUTANTS = (
     Mutant(
         "memory: the head's part of a GPU is not used twice",
         "workers/backends/training/memory.py",
-        "(free - head) * _USABLE_ON_GPU",
-        "free * _USABLE_ON_GPU",
+        "(free - head) * USABLE_ON_GPU",
+        "free * USABLE_ON_GPU",
         f"{_UNIT}/test_memory.py::test_of_a_gpus_memory_the_head_takes_its_part_and_gradients_a_fifth_of_the_rest",
     ),
     Mutant(
@@ -182,8 +184,8 @@ MUTANTS = (
     Mutant(
         "sequence parallel: the ranks can share the heads of every layer",
         "workers/backends/training/sequence_parallel.py",
-        "one.num_attention_heads % size or one.num_key_value_heads % size",
-        "one.num_attention_heads % size",
+        "(kv_heads % size == 0 or (one_for_several and size % kv_heads == 0))",
+        "True",
         f"{_SEQUENCE}::test_a_model_that_ranks_cannot_share_is_refused",
     ),
     Mutant(
@@ -199,6 +201,42 @@ MUTANTS = (
         "        most = -(-tokens // self.size)\n",
         "        most = tokens // self.size\n",
         f"{_SEQUENCE}::test_each_token_belongs_to_one_rank",
+    ),
+    # Ranks that split the layers.
+    Mutant(
+        "tensor parallel: what adapters sit on is split",
+        "workers/models/tensor_parallel.py",
+        "    whole = [path for path in map(experts.module_path, adapted) if path not in styles]\n",
+        "    whole: list[str] = []\n",
+        f"{_SPLIT}::test_a_model_whose_layers_ranks_cannot_split_is_refused",
+    ),
+    Mutant(
+        "tensor parallel: each rank has equally many heads, units and experts",
+        "workers/models/tensor_parallel.py",
+        "            if getattr(module, shared) * _copies(model, path, self._size) % self._size:\n",
+        "            if False:\n",
+        f"{_SPLIT}::test_a_model_whose_layers_ranks_cannot_split_is_refused",
+    ),
+    Mutant(
+        "tensor parallel: a bias counts once",
+        "workers/models/tensor_parallel.py",
+        "            if self._rank:  # the ranks'",
+        "            if False:  # the ranks'",
+        f"{_PARTS}::test_the_parts_of_a_linear_with_their_parts_of_an_adapter_make_the_whole[llama]",
+    ),
+    Mutant(
+        "tensor parallel: another rank's experts count for nothing here",
+        "workers/models/experts.py",
+        "        return x if self._others is None else x.masked_fill(self._others, 0)\n",
+        "        return x\n",
+        f"{_PARTS}::test_experts_of_another_rank_count_for_nothing",
+    ),
+    Mutant(
+        "tensor parallel: no other setting that does not go with it",
+        "app/settings/workers.py",
+        "        if wrong or full:\n",
+        "        if False:\n",
+        "tests/unit/app/stack/test_checks.py::test_a_setting_beside_split_layers_is_refused",
     ),
     # Images that nobody may decode, and images that would shift all that follows them.
     Mutant(
@@ -255,14 +293,14 @@ MUTANTS = (
     # Quantised weights.
     Mutant(
         "quantised: the head stays as it is",
-        "workers/models/quantized_loading.py",
+        "workers/models/loading/quantized.py",
         'for path in (*found["attn"], *found["mlp"])',
         'for path in (*found["attn"], *found["mlp"], *found["unembed"])',
         f"{_QUANTIZED}::test_only_linears_and_experts_that_adapters_cover_are_quantised",
     ),
     Mutant(
         "quantised: routers and the vision tower stay as they are",
-        "workers/models/quantized_loading.py",
+        "workers/models/loading/quantized.py",
         "    found = coverage.groups(linears, experts=False)\n",
         '    found = {"attn": [path for path in linears if path != "lm_head"], "mlp": []}\n',
         f"{_QUANTIZED}::test_only_linears_and_experts_that_adapters_cover_are_quantised",

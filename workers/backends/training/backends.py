@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from app.errors import SetupError
 from app.settings import BaseModelSettings, TrainerSettings
 from app.settings.gpus import shown
-from workers.backends.training import packing
+from workers.backends.training import packing, sequence_parallel
 from workers.backends.training.engine import Engine, HiddenStates, TorchEngine, elements_held
+from workers.backends.training.lm_head import logit_rule
 from workers.backends.training.ranks import (
     COMPUTE_DEADLINE,
     RankGroup,
@@ -43,7 +44,10 @@ from workers.backends.training.sequence_parallel import SequenceGroup
 from workers.backends.training.trainer import Trainer
 from workers.models import base_model
 from workers.models.base_model import LoadedBase
-from workers.models.sharded_loading import Split
+from workers.models.loading.sharded import Split
+from workers.models.tensor_parallel import SplitLayers
+
+_SPLIT = "trainer.tensor_parallel"
 
 
 def create(settings: BaseModelSettings, *, full: bool = False) -> Trainer:
@@ -64,7 +68,7 @@ class TorchBackend(Trainer):
     def start_engine(self) -> Engine:
         if self._settings.trainer.ranks > 1:
             raise SetupError("the torch trainer supports one rank only; set trainer.backend to deepspeed for more")
-        SequenceGroup.of(RankGroup(), self._settings.trainer.sequence_parallel)
+        _shared(RankGroup(), self._settings)
         base = base_model.load(self._settings, rank_device(self._settings.trainer))
         trained = self.prepare(base)
         hidden_states = HiddenStates(base.model, self._settings.trainer)
@@ -79,6 +83,10 @@ class DeepSpeedEngine(Engine):
     """
 
     engine: Any
+    layers: SplitLayers | None = None
+
+    def whole(self, name: str, weight: Tensor) -> Tensor:
+        return weight if self.layers is None else self.layers.whole(name, weight)
 
     def gathered(self, parameter: Tensor) -> AbstractContextManager[None]:
         if self.engine.zero_optimization_stage() < 3:
@@ -114,23 +122,27 @@ class DeepSpeedBackend(Trainer):
             return self._start_engine()
 
     def _start_engine(self) -> Engine:
+        self._settings.check_tensor_parallel()
         trainer = self._settings.trainer
         device = rank_device(trainer)
         ranks = _join(trainer, device)
-        base = base_model.load(self._settings, device, _split(self._settings, device))
+        sequence, layers = _shared(ranks, self._settings)
+        base = base_model.load(self._settings, device, _split(self._settings, device, layers))
         trained = self.prepare(base)
-        sequence = SequenceGroup.of(ranks, trainer.sequence_parallel)
+        if layers is not None:
+            layers.connect(base.model)
         in_step = (trainer.zero_stage == 3 and ranks.size > 1) or sequence.size > 1
         if in_step and not trained:
             # Else a pass over an adapter on the upper layers alone would gather fewer layers than another rank's, and
             # tokens without an adapter would send nothing back to the ranks that share their datum.
             base.model.enable_input_require_grads()
-        hidden_states = HiddenStates(base.model, trainer, ranks.greatest if in_step else int, sequence)
+        hidden_states = HiddenStates(base.model, trainer, ranks.greatest if in_step else int, sequence, layers)
         return DeepSpeedEngine(
             base=base,
             hidden_states=hidden_states,
             ranks=ranks,
-            engine=_initialize(base, hidden_states, trainer),
+            engine=_initialize(base, hidden_states, trainer, None if layers is None else SameParts.of(ranks, sequence)),
+            layers=layers,
             trained=trained,
             shards_optimizer=trainer.zero_stage > 0,
             shards_gradients=trainer.zero_stage > 1,
@@ -159,6 +171,59 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
     return RankGroup(dist.get_rank(), trainer.ranks, control_group(), store)
 
 
+def _shared(ranks: RankGroup, settings: BaseModelSettings) -> tuple[SequenceGroup, SplitLayers | None]:
+    """Makes the group of ranks that share micro-batches, and their layers where these are split. A collective."""
+    trainer = settings.trainer
+    if trainer.tensor_parallel == 1:
+        return SequenceGroup.of(ranks, trainer.sequence_parallel), None
+    group = SequenceGroup.of(ranks, trainer.tensor_parallel, _SPLIT)
+    return group, split_layers(settings, group)
+
+
+def split_layers(settings: BaseModelSettings, group: SequenceGroup) -> SplitLayers:
+    """Makes the layers of a base that a group of ranks splits. Raises SetupError where they cannot."""
+    model = base_model.skeleton(settings)
+    packed = logit_rule(model) is not None
+    sequence_parallel.check(model, group.size, packed=packed, setting=_SPLIT, one_for_several=True)
+    return SplitLayers(model, group.rank, group.size, group.group)
+
+
+@dataclass(frozen=True, slots=True)
+class SameParts:
+    """The ranks with the same part of split layers as this one, in the form that DeepSpeed takes (Megatron's "mpu").
+
+    Without it, DeepSpeed would broadcast rank 0's part of each weight to all ranks.
+    """
+
+    ranks: RankGroup
+    sharing: SequenceGroup
+    group: Any
+
+    @classmethod
+    def of(cls, ranks: RankGroup, sharing: SequenceGroup) -> SameParts:
+        """Makes the groups. A collective."""
+        groups = [dist.new_group(list(range(part, ranks.size, sharing.size))) for part in range(sharing.size)]
+        return cls(ranks, sharing, groups[sharing.rank])
+
+    def get_data_parallel_group(self) -> Any:
+        return self.group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.ranks.rank // self.sharing.size
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.ranks.size // self.sharing.size
+
+    def get_model_parallel_group(self) -> Any:
+        return self.sharing.group
+
+    def get_model_parallel_rank(self) -> int:
+        return self.sharing.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.sharing.size
+
+
 def _config(trainer: TrainerSettings, dtype: torch.dtype) -> dict[str, Any]:
     """Returns DeepSpeed's own configuration of the engine."""
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
@@ -172,11 +237,13 @@ def _config(trainer: TrainerSettings, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _split(settings: BaseModelSettings, device: torch.device) -> Split | None:
-    """Returns what splits a parameter over the ranks at stage 3, as the engine would: None at other stages.
+def _split(settings: BaseModelSettings, device: torch.device, layers: SplitLayers | None) -> Split | None:
+    """Returns what splits a parameter over the ranks: as `layers` say, and at stage 3 as the engine would.
 
     No rank waits for another one in it: each has read the parameter. DeepSpeed itself would send rank 0's to all.
     """
+    if layers is not None:
+        return lambda name, parameter: layers.split(name, parameter)  # transformers copies an object, with its group
     if settings.trainer.zero_stage < 3:
         return None
     config = _config(settings.trainer, base_model.choose_dtype(settings.dtype, device))
@@ -189,7 +256,9 @@ def _split(settings: BaseModelSettings, device: torch.device) -> Split | None:
     return split
 
 
-def _initialize(base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerSettings) -> Any:
+def _initialize(
+    base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerSettings, parts: SameParts | None
+) -> Any:
     """Puts the base in a DeepSpeed engine, its fp32 buffers still in fp32: the bf16 mode would round RoPE's angles.
 
     At stage 3 it splits the parameters that are still whole.
@@ -201,7 +270,7 @@ def _initialize(base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerS
         # It runs once for each length of its datums. Stage 3 must gather it once, since ranks have different lengths.
         _deepspeed().utils.set_z3_leaf_module(layer, True)
     with redirect_stdout(StringIO()):  # DeepSpeed prints memory reports and build notes at any log level
-        engine, *_ = _deepspeed().initialize(model=hidden_states, config=config, optimizer=optimizer)
+        engine, *_ = _deepspeed().initialize(model=hidden_states, config=config, optimizer=optimizer, mpu=parts)
     for name, buffer in base.model.named_buffers():
         buffer.data = buffers.get(name, buffer.data)
     return engine

@@ -27,6 +27,7 @@ from workers.models.base_model import LoadedBase
 from workers.models.images import Picture
 from workers.models.lora import Adapter, LoraLinear
 from workers.models.routers import NO_ROUTE
+from workers.models.tensor_parallel import SplitLayers
 
 _HEAD = "lm_head"
 _BODY = "model"
@@ -81,6 +82,11 @@ class Engine(ABC):
         """Keeps all of `parameter` on this rank within the block."""
         return nullcontext()
 
+    def whole(self, name: str, weight: Tensor) -> Tensor:
+        """Returns all of the base's weight `name` (as in an unwrapped model) on rank 0, from what `gathered` keeps of
+        it. A collective."""
+        return weight
+
     def write(self, parameter: nn.Parameter, value: Tensor | None, owner: int) -> None:
         """Writes `value`, cast, to `parameter` on every rank; only rank `owner` needs to give a value. A collective."""
         with torch.no_grad():
@@ -129,9 +135,10 @@ class HiddenStates(nn.Module):
         trainer: TrainerSettings,
         agreed: Callable[[int], int] = int,
         sequence: SequenceGroup = ALONE,
+        layers: SplitLayers | None = None,
     ) -> None:
-        """Prepares `model`, a transformers PreTrainedModel. `agreed`: see Activations. `sequence`: ranks that share the
-        tokens of every forward.
+        """Prepares `model`, a transformers PreTrainedModel. `agreed`: see Activations. `sequence`: ranks that share
+        every forward: its tokens, or all of its tokens with `layers` that are split among them.
 
         From here on, a known model computes attention with workers/backends/training/attention.py. Raises SetupError
         when `trainer` wants activation checkpointing and the model has no layers made for it, or when the ranks cannot
@@ -140,9 +147,10 @@ class HiddenStates(nn.Module):
         super().__init__()
         self.model = model
         self.packed = logit_rule(model) is not None
-        self._sequence = sequence
+        self._sequence = ALONE if layers else sequence  # the ranks among which the layers share the tokens
+        self._group, self._layers = sequence, layers
         name = NAME
-        if sequence.size > 1:
+        if self._sequence.size > 1:
             sequence_parallel.check(model, sequence.size, packed=self.packed)
             name = sequence_parallel.NAME
             AttentionInterface.register(name, sequence_parallel.over_ranks(packed_attention, sequence))
@@ -199,7 +207,10 @@ class HiddenStates(nn.Module):
     ) -> Tensor:
         if not self.packed:
             return self._padded(tokens, lengths, owners, hidden)
-        return self._packed(tokens, lengths, owners, routes)
+        if self._layers is None:
+            return self._packed(tokens, lengths, owners, routes)
+        parts = [(None if adapter is None else self._layers.own(adapter), count) for adapter, count in owners]
+        return sequence_parallel.own_rows(self._packed(tokens, lengths, parts, routes), self._group)
 
     def _packed(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, routes: Tensor | None) -> Tensor:
         own = self._sequence.own(len(tokens))

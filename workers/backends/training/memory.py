@@ -29,7 +29,7 @@ from workers.models import lora, routers
 _PROBES = (64, 128)
 # The part of the free memory that activations may take. On a GPU the head's part is taken off first, and the rest is
 # for gradients, for the temporaries of a layer's backward pass and for fragments.
-_USABLE_ON_GPU = 0.8
+USABLE_ON_GPU = 0.8
 # On a CPU other processes take memory too, and a base that is trained has gradients of its own size.
 _USABLE = 0.6
 # Tokens of a micro-batch. A GPU is busy from some 2,000 on: layers are computed again rather than run on fewer.
@@ -130,7 +130,7 @@ class Activations:
             return free * _USABLE
         config = self._model.config.get_text_config()
         head = chunk_sizes(device).bytes(tokens * config.vocab_size, config.dtype.itemsize)
-        return (free - head) * _USABLE_ON_GPU
+        return (free - head) * USABLE_ON_GPU
 
     def _footprint_by(self, run: Callable[[int], object]) -> Footprint:
         if self._footprint is None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -19,13 +20,16 @@ from workers.backends.training import packing
 from workers.backends.training.ranks import RankGroup
 
 NAME = "tinsmith_packed_over_ranks"
+_SETTING = "trainer.sequence_parallel"
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
     """`size` ranks that share micro-batches; `rank` is this one's number among them, and `group` their process group.
 
-    With one rank `group` is None, and every method gives the whole back.
+    Each computes the outputs of its own consecutive tokens, whether the layers before them ran on these tokens
+    (trainer.sequence_parallel) or on all (trainer.tensor_parallel). With one rank `group` is None, and every method
+    gives the whole back.
     """
 
     rank: int = 0
@@ -33,12 +37,11 @@ class SequenceGroup:
     group: Any = None
 
     @classmethod
-    def of(cls, ranks: RankGroup, size: int) -> SequenceGroup:
-        """Makes this rank's group of `size` neighbours. A collective. Raises SetupError where they do not add up."""
+    def of(cls, ranks: RankGroup, size: int, setting: str = _SETTING) -> SequenceGroup:
+        """Makes this rank's group of `size` neighbours, as `setting` says. A collective. Raises SetupError where they
+        do not add up."""
         if ranks.size % size:
-            raise SetupError(
-                f"trainer.sequence_parallel is {size}, but trainer.ranks is {ranks.size}: the ranks must be a multiple"
-            )
+            raise SetupError(f"{setting} is {size}, but trainer.ranks is {ranks.size}: the ranks must be a multiple")
         if size == 1:
             return cls()
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks.size, size)]
@@ -66,10 +69,28 @@ class SequenceGroup:
 ALONE = SequenceGroup()
 
 
-def check(model: Any, size: int, *, packed: bool) -> None:
-    """Raises SetupError where `size` ranks cannot share the tokens of `model`, a transformers PreTrainedModel."""
+def own_rows(whole: Tensor, group: SequenceGroup) -> Tensor:
+    """Returns this rank's rows of [tokens, width], which every rank of the group has whole. So is its gradient on every
+    rank: the backward pass is a collective."""
+    return _OwnRows.apply(whole, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: SequenceGroup) -> Tensor:
+        ctx.group, ctx.tokens = group, len(whole)
+        return whole[group.own(len(whole))].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.assembled(grads[0], ctx.tokens), None
+
+
+def check(model: Any, size: int, *, packed: bool, setting: str = _SETTING, one_for_several: bool = False) -> None:
+    """Raises SetupError where `size` ranks cannot share the tokens or the heads of `model`, a transformers
+    PreTrainedModel, as `setting` says. `one_for_several`: as many ranks may have a key-value head in common."""
     layers = model.config.get_text_config().per_layer_config  # Gemma 4's layers differ in key-value heads
-    uneven = next((one for one in layers if one.num_attention_heads % size or one.num_key_value_heads % size), None)
+    uneven = next((one for one in layers if not _shares_heads(one, size, one_for_several)), None)
     reason = None
     if not packed:
         reason = "its datums are padded"
@@ -83,7 +104,12 @@ def check(model: Any, size: int, *, packed: bool) -> None:
             f"by {size} ranks"
         )
     if reason:
-        raise SetupError(f"{type(model).__name__} cannot run with trainer.sequence_parallel = {size}: {reason}")
+        raise SetupError(f"{type(model).__name__} cannot run with {setting} = {size}: {reason}")
+
+
+def _shares_heads(layer: Any, size: int, one_for_several: bool) -> bool:
+    heads, kv_heads = layer.num_attention_heads, layer.num_key_value_heads
+    return heads % size == 0 and (kv_heads % size == 0 or (one_for_several and size % kv_heads == 0))
 
 
 def over_ranks(attention: Callable[..., tuple[Tensor, None]], group: SequenceGroup) -> Callable[..., Any]:

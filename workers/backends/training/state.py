@@ -378,6 +378,7 @@ def merged(engine: Engine, adapter: Adapter) -> dict[str, Tensor]:
             continue
         parameter = quantized.plain(weight)
         with engine.gathered(parameter):
+            parameter = engine.whole(name, parameter)
             if engine.ranks.rank == 0:
                 full_weights = parameter if pair is None else _added(model, name, parameter, pair, adapter.scaling)
                 found[name] = full_weights.detach().to("cpu")  # no copy on a CPU: the base is frozen

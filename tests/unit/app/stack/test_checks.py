@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 
@@ -68,6 +69,27 @@ def test_ranks_that_share_tokens_come_in_whole_groups() -> None:
     checks.ranks(base_model(trainer=TrainerSettings(ranks=4, sequence_parallel=2)))
     with pytest.raises(SetupError, match=r"trainer\.sequence_parallel is 2 for 3 ranks"):
         checks.ranks(base_model(trainer=TrainerSettings(ranks=3, sequence_parallel=2)))
+
+
+def test_ranks_that_split_layers_come_in_whole_groups() -> None:
+    checks.ranks(base_model(trainer=TrainerSettings(ranks=4, tensor_parallel=2)))
+    with pytest.raises(SetupError, match=r"trainer\.tensor_parallel is 2 for 3 ranks"):
+        checks.ranks(base_model(trainer=TrainerSettings(ranks=3, tensor_parallel=2)))
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        ({"trainer": {"sequence_parallel": 2}}, r"trainer\.sequence_parallel"),
+        ({"trainer": {"zero_stage": 3}}, r"trainer\.zero_stage = 3"),
+        ({"dtype": "nf4"}, "dtype 'nf4'"),
+        ({"full": {"ranks": 2, "tensor_parallel": 2}, "trainer": {"tensor_parallel": 1}}, "section full"),
+    ],
+)
+def test_a_setting_beside_split_layers_is_refused(other: dict[str, Any], name: str) -> None:
+    trainer = {"ranks": 2, "tensor_parallel": 2, **other.pop("trainer", {})}
+    with pytest.raises(SetupError, match=f"tensor_parallel splits a frozen base .* does not go with {name};"):
+        checks.ranks(base_model(trainer=trainer, **other))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Splits a base model's parameters over ranks one by one, as transformers reads them: the model is whole on no rank.
 
-This is a quantiser in transformers' registry, as in quantized_loading.py, though it changes no number. So transformers
-itself still converts experts, ties parameters, makes buffers and reports what is missing. It leaves no trace in the
+This is a quantiser in transformers' registry, as in quantized.py, though it changes no number. So transformers itself
+still converts experts, ties parameters, makes buffers and reports what is missing. It leaves no trace in the
 loaded model's configuration.
 
 safetensors maps the files into memory. Of a tensor that needs no conversion, a rank reads the pages of its share alone.
