@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from app.domain.losses import CUSTOM, LOSSES
-from tests.parity.architectures import CASES
+from ops.scaling import Model, Settings
+from tests.parity.architectures import CASES, config_of
 
 Counts = dict[str, dict[str, float]]
 
@@ -99,6 +100,15 @@ def test_a_layer_keeps_few_bytes_of_a_token_however_many_tenants_there_are(count
     kept = {case: found["kept"] for case, found in counts.items()}
     assert kept.pop("16 uneven tenants, experts") <= 2684
     assert max(kept.values()) <= 2464
+
+
+@pytest.mark.parametrize(
+    ("case", "family", "off"), [("1 tenant", "qwen3", 0.0), ("16 uneven tenants, experts", "qwen3-moe", 0.04)]
+)
+def test_a_layer_on_paper_keeps_the_bytes_of_one_that_runs(counts: Counts, case: str, family: str, off: float) -> None:
+    """Those of docs/scaling.md, without a GPU's fused kernels. Experts keep a few numbers of each token besides."""
+    found = Model(config_of(family)).kept(Settings(rank=8), fused=False)
+    assert (1 - off) * counts[case]["kept"] <= found <= counts[case]["kept"]
 
 
 def test_attention_equals_the_formula(measured: dict[str, Any]) -> None:
