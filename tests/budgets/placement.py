@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from app.domain import losses
 from app.domain.ops import AdamParams, ForwardBackward, LoraSpec, OptimStep, Ragged
 from app.errors import OpError
-from app.settings import BaseModelSettings
+from app.settings import BaseModelSettings, TrainerSettings
 from tests import pictures
 from tests.budgets.accelerator import DEVICE, counted
 from tests.custom_losses import parsed, square
@@ -28,7 +29,10 @@ from tests.parity import architectures, test_images
 from tests.parity.datums import batch, data, supervised
 from workers.backends.training import backends
 from workers.backends.training.base import BackendOp, Create
+from workers.backends.training.engine import HiddenStates
 from workers.backends.training.trainer import Trainer
+from workers.models import base_model, experts, lora
+from workers.models.tensor_parallel import SplitLayers
 
 Ops = Sequence[ForwardBackward]
 _STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0))
@@ -59,6 +63,8 @@ def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Trainer]]]:
     for again in (False, True):
         routed = [_routed(op) for op in both]
         yield f"given experts, layers again: {again}", partial(sparse, routed, activation_checkpointing=again)
+    for case in ("llama", "qwen3-moe"):
+        yield f"{case}, a rank's part of the layers", partial(_in_part, folder / case)
     seeing = pictures.tiny_reader("qwen3-vl-moe", folder / "seeing")
     yield "images", partial(_trained, seeing, [test_images.op(0), *both])
 
@@ -84,8 +90,8 @@ def _trained(
     trainer.open()
     models = {f"m{number}": op for number, op in enumerate(ops)}
     for number, model in enumerate(models):
-        lora = None if full else LoraSpec(rank=4 << number, train_mlp=number == 0)
-        _apply(trainer, {model: Create(lora, critic=critic)})
+        spec = None if full else LoraSpec(rank=4 << number, train_mlp=number == 0)
+        _apply(trainer, {model: Create(spec, critic=critic)})
     _apply(trainer, models)
     with TemporaryDirectory() as saved:
         trainer.capture("m0", optimizer=True, gradients=True)(Path(saved))
@@ -93,6 +99,23 @@ def _trained(
     _apply(trainer, models)
     _apply(trainer, dict.fromkeys(models, _STEP))
     return trainer
+
+
+def _in_part(base: Path) -> Any:
+    """A pass of the part of the layers that one rank of two keeps. It is not added to the other part."""
+    named = BaseModelSettings(name="tests", path=str(base), dtype="bfloat16")
+    layers = SplitLayers(base_model.skeleton(named), 1, 2, None)
+    loaded = base_model.load(named, DEVICE, lambda name, parameter: layers.split(name, parameter))
+    lora.wrap(loaded.model)
+    for module in experts.found(loaded.model).values():
+        experts.keep(module, range(_EXPERTS // 2, _EXPERTS))
+    adapters = [lora.new_adapter(loaded.model, LoraSpec(rank=rank)).to(DEVICE) for rank in (4, 8)]
+    hidden_states = HiddenStates(loaded.model, TrainerSettings(activation_checkpointing=False))
+    tokens = torch.zeros(24, dtype=torch.int64, device=DEVICE)
+    hidden_states(tokens, (10, 14), [(layers.own(adapter), 1) for adapter in adapters]).float().sum().backward()
+    gradients = [tensor.grad for adapter in adapters for pair in adapter.pairs.values() for tensor in (pair.a, pair.b)]
+    states = {"gradients": SimpleNamespace(tensors=lambda: [one for one in gradients if one is not None])}
+    return SimpleNamespace(_engine=SimpleNamespace(base=loaded), _states=states)
 
 
 def _apply(trainer: Trainer, ops: Mapping[str, BackendOp]) -> None:

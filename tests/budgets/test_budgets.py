@@ -118,7 +118,7 @@ def test_attention_equals_the_formula(measured: dict[str, Any]) -> None:
 
 
 def test_training_mixes_no_tensors_of_two_devices_and_leaves_all_on_the_gpu() -> None:
-    """Every family, loss, kind of model and dtype of the base; images, given experts, and layers computed again."""
+    """Every family, loss, kind of model and dtype of the base; images, given experts, and layers in part and again."""
     errors = printed("tests.budgets.placement")
     assert "got tensors of two devices" in errors.pop("two devices"), "the stand-in is no GPU"
     assert errors.keys() > {*CASES, *LOSSES} - {CUSTOM}
