@@ -3,9 +3,9 @@
 transformers' plans for a model say how. A column-wise linear keeps a part of its outputs, and the row-wise one behind
 it the same part of its inputs: between the two a rank has its own heads, or its own units of an MLP. Where there are
 more ranks than key-value heads, several have the same one. Of stacked experts a rank keeps some whole (expert
-parallelism). What row-wise linears and experts give are parts of a sum, which the ranks add up. On the way back they add
-up the gradient of what column-wise linears and experts take. Embeddings, norms, routers and the head are whole on each
-rank.
+parallelism). What row-wise linears and experts give are parts of a sum, which the ranks add up. On the way back they
+add up the gradient of what column-wise linears and experts take. Embeddings, norms, routers and the head are whole on
+each rank.
 
 An adapter is whole on each rank, so its files and its optimizer's state are as without a group. In a pass a rank uses
 the part of each pair that goes with its part of the weight. The sum of the ranks' gradients is the gradient.
