@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from app import cli_admin
+from app.commands import setup_arguments
 from app.errors import SetupError, TinsmithError
 from app.stack.arguments import hide_secrets
 from app.stack.terminal import warn
@@ -83,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_admin.add_backup(commands)
     _add_import(commands)
     _add_flower(commands)
+    setup_arguments.add_doctor(commands)
     about = commands.add_parser("version", help="print the version", description="Print the version.")
     about.set_defaults(run=_version, parser=about)
     return parser

@@ -17,6 +17,7 @@ from app.settings import SETTINGS_VARIABLE, Settings
 from app.stack import config
 from app.stack.arguments import without_secrets
 from app.stack.config import Options
+from app.stack.data_folder import is_in_use
 from app.stores.objects.accounts import AccountFiles
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.client import connect
@@ -40,6 +41,15 @@ def settings_of(options: Options) -> Settings:
     if options.s3 is None:
         return running
     return running.model_copy(update={"store": running.store.model_copy(update={"url": options.s3})})
+
+
+def planned(options: Options) -> tuple[Settings, Settings | None]:
+    """The settings that `tinsmith up` would start with, and those of the stack that runs on their data folder, if one
+    does."""
+    settings = config.resolve(_named(options), os.environ)
+    written = _written(settings)
+    running = is_in_use(settings.data_dir) and written.exists()
+    return settings, settings_module.load(written) if running else None
 
 
 def settings_file(options: Options) -> Path:

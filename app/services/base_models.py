@@ -172,6 +172,12 @@ class BaseModels:
         return min(known) if known else base.max_context or None
 
 
+def lora_coverage(running: Mapping[str, Any]) -> str:
+    """A line on the weights that LoRA adapters cover, for a trainable model of `capabilities`."""
+    never = f"; never on {', '.join(running['never_adapted'])}" if running["never_adapted"] else ""
+    return f"LoRA on {', '.join(running['trainable_groups'])}{never}"
+
+
 def roles(base: BaseModelSettings) -> Sequence[str]:
     """The roles of the workers that serve a base model."""
     sections = base.workers

@@ -106,6 +106,21 @@ class DataFolder:
         return Path("/proc", self._holder()).exists()
 
 
+def is_in_use(root: Path) -> bool:
+    """True while a stack runs on the folder. It takes and frees the lock for this, and changes nothing."""
+    try:
+        lock_fd = os.open(root.expanduser() / "run" / "lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock_fd)
+    return False
+
+
 def _make_private(folder: Path) -> None:
     """Takes all permissions of other users. Raises SetupError where that fails and other users can reach the folder.
 

@@ -3,6 +3,7 @@ in `devices` of each, or their memory shares leave room on it."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -14,7 +15,8 @@ from app.settings import BaseModelSettings, SamplerSettings, Settings, TrainerSe
 from app.settings.gpus import for_each
 
 _ROUNDING = 1e-9
-_NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+"""The NVIDIA driver's folder, with a folder for each GPU."""
 
 
 class _Section(NamedTuple):
@@ -68,12 +70,12 @@ def place(settings: Settings, gpus: Callable[[], Sequence[int]]) -> Settings:
     return settings.model_copy(update={"base_models": tuple(bases)})
 
 
-def visible_gpus(environ: Mapping[str, str], driver: Path = _NVIDIA_GPUS) -> tuple[int, ...]:
+def visible_gpus(environ: Mapping[str, str], driver: Path = NVIDIA_GPUS) -> tuple[int, ...]:
     """Returns the numbers of the GPUs that workers may use: those in CUDA_VISIBLE_DEVICES, or all of the driver's.
 
     None beside a CPU build of torch. Raises SetupError for GPUs that have no numbers there.
     """
-    if version("torch").endswith("+cpu"):
+    if torch_is_for_cpus():
         return ()
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
@@ -85,6 +87,18 @@ def visible_gpus(environ: Mapping[str, str], driver: Path = _NVIDIA_GPUS) -> tup
             "every section of workers"
         )
     return tuple(int(name) for name in names if name.isdigit())
+
+
+def torch_is_for_cpus() -> bool:
+    """True for a CPU build of torch, which uses no GPU."""
+    return version("torch").endswith("+cpu")
+
+
+def gpu_models(driver: Path = NVIDIA_GPUS) -> tuple[str, ...]:
+    """The model of each GPU of the driver, such as NVIDIA H100 80GB HBM3, by nvidia-smi's numbers."""
+    facts = (file.read_text() for file in sorted(driver.glob("*/information")))
+    found = (re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE) for text in facts)
+    return tuple(match[1] if match else "NVIDIA GPU" for match in found)
 
 
 def _sections(settings: Settings) -> Iterator[_Section]:

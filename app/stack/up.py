@@ -23,7 +23,7 @@ import tomli_w
 from app.demo import model
 from app.domain.records import Refusal, Worker
 from app.errors import SetupError
-from app.services.base_models import BaseModels, roles
+from app.services.base_models import BaseModels, lora_coverage, roles
 from app.settings import (
     NO_VLLM,
     SETTINGS_VARIABLE,
@@ -173,8 +173,7 @@ def _say_base_models(settings: Settings, bases: BaseModels) -> None:
     """Says of each base model that has a trainer which weights LoRA adapters cover, and why it computes in float32."""
     for base, running in zip(settings.base_models, bases.capabilities(), strict=True):
         if running["trainable"]:
-            never = f"; never on {', '.join(running['never_adapted'])}" if running["never_adapted"] else ""
-            warn(f"{base.name}: LoRA on {', '.join(running['trainable_groups'])}{never}")
+            warn(f"{base.name}: {lora_coverage(running)}")
         if base.dtype == "auto" and running["dtype"] == "float32":
             warn(
                 f"{base.name}: in float32, because this CPU has no instructions for bfloat16 (avx512_bf16, amx_bf16), "

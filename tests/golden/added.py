@@ -106,6 +106,7 @@ _SEEN = {
     *(f"tinsmith flower {option}" for option in (*_STACK, "--address", "--port")),
     *(f"tinsmith status {option}" for option in (*_STACK, "--json", "--runs")),
     *(f"tinsmith top {option}" for option in (*_STACK, "--runs")),
+    *(f"tinsmith doctor {option}" for option in (*_STACK, "--json")),
 }
 ADDED: dict[str, set[str]] = {
     "openapi": {

@@ -18,8 +18,6 @@ from app.wire.bodies import parse_json
 
 INDEX_FILE = "model.safetensors.index.json"
 _GENERATION_FILE = "generation_config.json"
-# The safetensors library refuses longer headers.
-_MOST_HEADER = 100_000_000
 
 
 def read(folder: Path, arch: str, shapes: Mapping[str, tuple[int, ...]], limits: LimitSettings) -> dict[str, Path]:
@@ -54,7 +52,7 @@ def _check_index(folder: Path, files: Set[str], limits: LimitSettings) -> None:
 def _check_tensors(files: list[Path], shapes: Mapping[str, tuple[int, ...]]) -> None:
     found: dict[str, tuple[int, ...]] = {}
     for file in files:
-        found |= safetensors.read_shapes(file, _MOST_HEADER)
+        found |= safetensors.read_shapes(file, safetensors.MOST_HEADER)
     for name, wanted in sorted(shapes.items()):
         # Experts are one tensor only in memory, so their names differ; the trainer checks them.
         if found.get(name) != wanted and (name in found or ".experts." not in name):

@@ -15,6 +15,8 @@ from typing import Any
 
 from app.errors import BadRequest
 
+MOST_HEADER = 100_000_000
+"""The safetensors library refuses longer headers."""
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes of one number, by the dtypes that are taken."""
 _LENGTH_BYTES, _MOST_DIMENSIONS = 8, 8
@@ -35,18 +37,33 @@ def read_shapes(file: Path, most_header: int) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor in the file. Raises BadRequest unless the file is valid to its last byte: its header has
     at most `most_header` bytes, every tensor is fp32, fp16 or bf16, and the tensors fill the file without a gap or an
     overlap."""
-    with file.open("rb") as data:
-        length = int.from_bytes(data.read(_LENGTH_BYTES), "little")
-        size = file.stat().st_size - _LENGTH_BYTES - length
-        if length > most_header or size < 0:
-            raise _invalid(file, f"its header would have {length} bytes")
-        header = _parsed(file, data.read(length))
+    header, size = _header(file, most_header)
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _invalid(file, f"its {_METADATA} is no object of texts")
     entries = {name: _entry(file, name, found) for name, found in header.items()}
     _check_filled(file, entries, size)
     return {name: entry.shape for name, entry in entries.items()}
+
+
+def check_whole(file: Path) -> None:
+    """Raises BadRequest unless the file ends where its last tensor does. The tensors may have any dtype."""
+    header, size = _header(file, MOST_HEADER)
+    fields = (found if isinstance(found, dict) else {} for name, found in header.items() if name != _METADATA)
+    places = [_counts(found.get("data_offsets")) for found in fields]
+    end = max((place[-1] for place in places if place), default=0)
+    if not all(places) or end != size:
+        raise _invalid(file, f"its tensors have {end} bytes, but {size} are there")
+
+
+def _header(file: Path, most_header: int) -> tuple[dict[str, Any], int]:
+    """The header, and the number of bytes behind it."""
+    with file.open("rb") as data:
+        length = int.from_bytes(data.read(_LENGTH_BYTES), "little")
+        size = file.stat().st_size - _LENGTH_BYTES - length
+        if length > most_header or size < 0:
+            raise _invalid(file, f"its header would have {length} bytes")
+        return _parsed(file, data.read(length)), size
 
 
 def _parsed(file: Path, text: bytes) -> dict[str, Any]:

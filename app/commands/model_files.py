@@ -1,0 +1,51 @@
+"""Checks the files of a model's folder in Hugging Face's format, without a library that loads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from app.domain.records import CONFIG_FILE
+from app.errors import BadRequest, SetupError
+from app.services.imports.full_weights import INDEX_FILE
+from app.services.imports.safetensors import check_whole
+
+_ONE_FILE = "model.safetensors"
+_AGAIN = "download the model again"
+
+
+def check(folder: Path) -> None:
+    """Raises SetupError when a file is missing, cannot be read or is cut off, or when config.json does not name the
+    architecture."""
+    if not _json(folder / CONFIG_FILE).get("architectures"):
+        raise SetupError(f"{folder / CONFIG_FILE} names no architectures; add them")
+    index = folder / INDEX_FILE
+    named = _json(index).get("weight_map") if index.exists() else {"": _ONE_FILE}
+    if not isinstance(named, dict):
+        raise SetupError(f"{index} names no files; {_AGAIN}")
+    for name in sorted(set(map(str, named.values()))):
+        _check_whole(folder / name)
+
+
+def _check_whole(file: Path) -> None:
+    try:
+        check_whole(file)
+    except FileNotFoundError:
+        raise SetupError(f"there is no {file}; {_AGAIN}, as safetensors: other formats are not read") from None
+    except OSError as error:
+        raise SetupError(f"{file} cannot be read: {error.strerror}; correct its permissions") from None
+    except BadRequest as error:
+        raise SetupError(f"{error}; {_AGAIN} into {file.parent}") from None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except OSError as error:
+        raise SetupError(f"{file} cannot be read: {error.strerror}; {_AGAIN}") from None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise SetupError(f"{file} is no JSON object; {_AGAIN}")
+    return found
