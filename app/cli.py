@@ -163,7 +163,7 @@ def _add_flower(commands: argparse._SubParsersAction[_Parser]) -> None:
     flower.set_defaults(run=_flower, parser=flower)
     flower.add_argument("--address", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     flower.add_argument("--port", type=int, default=5555, help="port to listen on (default 5555)")
-    cli_admin.add_stack_options(flower)
+    cli_admin.add_folder_options(flower)
 
 
 def _add_server_options(up: argparse.ArgumentParser) -> None:
@@ -273,8 +273,9 @@ def _import(arguments: argparse.Namespace) -> int:
 
 def _flower(arguments: argparse.Namespace) -> NoReturn:
     from app.commands.flower import flower
+    from app.stack.config import Options
 
-    flower(cli_admin.options(arguments), arguments.address, arguments.port)
+    flower(Options(config=arguments.config, data_dir=arguments.data_dir), arguments.address, arguments.port)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

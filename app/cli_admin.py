@@ -28,6 +28,11 @@ _ABOUT = "organisations, projects, users and keys, usage and audit log"
 
 def add_stack_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that select a stack. Without --redis it is the stack that runs on the data folder."""
+    add_folder_options(parser)
+    add_outside_options(parser)
+
+
+def add_folder_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         type=Path,
@@ -37,7 +42,6 @@ def add_stack_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="the stack's data folder (default ./tinsmith-data)"
     )
-    add_outside_options(parser)
 
 
 def add_outside_options(parser: argparse.ArgumentParser) -> None:

@@ -138,8 +138,8 @@ class WithoutRequests(logging.Filter):
 
 
 class WithoutTasks(logging.Filter):
-    """Removes Celery's lines about tasks that came and succeeded. A worker logs each Op itself, and a worker without
-    work still gets several ticks a minute."""
+    """Removes Celery's lines about tasks, except failures. A worker logs each Op itself, and a worker without work
+    still gets several ticks a minute."""
 
     _LOGGERS = ("celery.worker.strategy", "celery.app.trace")
 

@@ -44,8 +44,8 @@ def settings_of(options: Options) -> Settings:
 
 
 def planned(options: Options) -> tuple[Settings, Settings | None]:
-    """The settings that `tinsmith up` would start with, and those of the stack that runs on their data folder, if one
-    does."""
+    """The settings of the options, and those of the stack that runs on their data folder, if one does. As with
+    `settings_of`, TINSMITH_SETTINGS may name the file; `tinsmith up` does not read it."""
     settings = config.resolve(_named(options), os.environ)
     written = _written(settings)
     running = is_in_use(settings.data_dir) and written.exists()
@@ -53,10 +53,14 @@ def planned(options: Options) -> tuple[Settings, Settings | None]:
 
 
 def settings_file(options: Options) -> Path:
-    """The file that another process reads the same settings from. Raises SetupError as `settings_of` does."""
+    """The file that another process reads the same settings from, for `options` that name no servers. Raises SetupError
+    as `settings_of` does, and where only the environment names a server."""
     running = settings_of(options)
     named = _named(options).config
-    return named if named and settings_module.load(named).redis.url else _written(running)
+    file = named if named and settings_module.load(named).redis.url else _written(running)
+    if not file.exists():
+        raise SetupError(f"there is no {file}; name the settings of the stack with --config")
+    return file
 
 
 def _named(options: Options) -> Options:

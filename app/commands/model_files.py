@@ -22,7 +22,7 @@ def check(folder: Path) -> None:
         raise SetupError(f"{folder / CONFIG_FILE} names no architectures; add them")
     index = folder / INDEX_FILE
     named = _json(index).get("weight_map") if index.exists() else {"": _ONE_FILE}
-    if not isinstance(named, dict):
+    if not isinstance(named, dict) or not named:
         raise SetupError(f"{index} names no files; {_AGAIN}")
     for name in sorted(set(map(str, named.values()))):
         _check_whole(folder / name)

@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import cast
 
@@ -91,10 +92,11 @@ def top(options: Options, *, runs: int) -> int:
     """Draws the state every second until it is interrupted."""
     settings = settings_of(options)
     live = Live(console=Console(highlight=False), screen=True, auto_refresh=False)
-    with reached(settings), connect(settings.redis.url) as client, live:
+    with suppress(KeyboardInterrupt), reached(settings), connect(settings.redis.url) as client, live:
         while True:
             live.update(drawn(read(client, settings, runs)), refresh=True)
             time.sleep(_EVERY_S)
+    return 0
 
 
 def read(client: redis.Redis, settings: Settings, most_runs: int) -> StackState:

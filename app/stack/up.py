@@ -74,7 +74,7 @@ def up(options: Options) -> int:
     """
     settings = config.resolve(options, os.environ)
     checks.listen_port(settings.api)
-    say = _say_nothing if options.quiet else warn
+    say = _teller(options)
     with _private_files(), closing(DataFolder(settings.data_dir)) as folder, _stop_signals() as stopping:
         plan = prepare(settings, options, folder)
         if checks.lacks_vllm(plan.settings):
@@ -88,8 +88,9 @@ def up(options: Options) -> int:
     return 0
 
 
-def _say_nothing(_: str) -> None:
-    """The place of `warn` with --quiet, for what is no warning."""
+def _teller(options: Options) -> Callable[[str], None]:
+    """Returns what prints a line that is no warning."""
+    return (lambda _: None) if options.quiet else warn
 
 
 def prepare(
@@ -113,7 +114,7 @@ def prepare(
     checks.everything(settings)
     settings = placement.place(settings, gpus)
     if bundled:
-        model.ensure(folder.models, warn)
+        model.ensure(folder.models, _teller(options))
     else:
         checks.model_paths(settings)
     settings, servers = _with_servers(settings, folder)
@@ -148,7 +149,8 @@ def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None]) -> None
 
         served = supervisor.run_until(is_ready)
         if served:
-            _say_base_models(plan.settings, bases)
+            starting.look(bases.workers())
+            _say_base_models(plan.settings, bases, say)
             show(f"ready {url}")
     if served:
         supervisor.run()
@@ -169,11 +171,11 @@ class _Starting:
             self._missing.remove(name)
 
 
-def _say_base_models(settings: Settings, bases: BaseModels) -> None:
+def _say_base_models(settings: Settings, bases: BaseModels, say: Callable[[str], None]) -> None:
     """Says of each base model that has a trainer which weights LoRA adapters cover, and why it computes in float32."""
     for base, running in zip(settings.base_models, bases.capabilities(), strict=True):
         if running["trainable"]:
-            warn(f"{base.name}: {lora_coverage(running)}")
+            say(f"{base.name}: {lora_coverage(running)}")
         if base.dtype == "auto" and running["dtype"] == "float32":
             warn(
                 f"{base.name}: in float32, because this CPU has no instructions for bfloat16 (avx512_bf16, amx_bf16), "

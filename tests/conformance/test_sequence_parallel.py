@@ -69,7 +69,7 @@ def test_ranks_that_share_each_datum_equal_one_process_in_full_fine_tuning(tmp_p
         check_equal(dict(stored), wanted, ("turn 0", "grad 0", "step 0"))
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2])
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_ranks_that_share_each_datum_take_the_routes_of_its_tokens(tmp_path: Path, zero_stage: int) -> None:
     base = architectures.build("qwen3-moe", tmp_path / "base")
     wanted = routed_ranks.run(of_one(base, router_replay=True))

@@ -129,6 +129,12 @@ def test_ranks_that_split_the_layers_give_the_same_bits_again(tmp_path: Path) ->
         ("qwen3.5", {}, 2, "it has layers that must see a datum from its first token on"),
         ("phi3", {}, 2, "transformers has no plan that splits model.layers.0.self_attn.o_proj as it needs"),
         ("olmo2", {}, 2, "transformers has no plan that splits model.layers.0.self_attn.q_proj as it needs"),
+        (
+            "cohere",
+            {"use_qk_norm": True},
+            2,
+            "transformers has no plan that splits model.layers.0.self_attn.q_norm as it needs",
+        ),
         ("gpt-oss", {}, 2, "transformers has no plan that splits model.layers.0.self_attn.q_proj as it needs"),
         (
             "llama",

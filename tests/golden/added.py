@@ -103,7 +103,7 @@ _OF_IMPORT = {
 }
 _STACK = ("-h/--help", "--config", "--data-dir", "--redis", "--s3")
 _SEEN = {
-    *(f"tinsmith flower {option}" for option in (*_STACK, "--address", "--port")),
+    *(f"tinsmith flower {option}" for option in (*_STACK[:3], "--address", "--port")),
     *(f"tinsmith status {option}" for option in (*_STACK, "--json", "--runs")),
     *(f"tinsmith top {option}" for option in (*_STACK, "--runs")),
     *(f"tinsmith doctor {option}" for option in (*_STACK, "--json")),

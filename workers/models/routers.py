@@ -88,7 +88,8 @@ def check_replayable(settings: BaseModelSettings) -> None:
 def wrap(model: nn.Module) -> None:
     """Makes the model's routers obey `use`. Outside of its blocks they are unchanged, to the bit."""
     for layer, router in enumerate(found(model)):
-        experts = len(router.weight) - getattr(router, "n_shared_experts", 0)  # Inkling scores shared ones too
+        shape = getattr(router.weight, "ds_shape", router.weight.shape)  # ZeRO-3 empties it
+        experts = shape[0] - getattr(router, "n_shared_experts", 0)  # Inkling scores shared ones too
         router.forward = partial(_forward, layer, router.forward, experts)
 
 

@@ -153,6 +153,14 @@ def _unsplit(model: nn.Module, styles: Mapping[str, str]) -> str | None:
     entries = {path.rpartition(".")[0] for path, style in styles.items() if style == _COLUMNS}
     linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     whole += [path for path in linears if path.rpartition(".")[0] in entries and path not in styles]
+    # A norm with a weight for each head, such as Cohere's.
+    whole += [
+        path.rpartition(".")[0]
+        for path, parameter in model.named_parameters()
+        if parameter.dim() > 1
+        and path.rpartition(".")[0].rpartition(".")[0] in entries
+        and path.rpartition(".")[0] not in styles
+    ]
     return f"transformers has no plan that splits {whole[0]} as it needs" if whole else None
 
 

@@ -215,7 +215,7 @@ def test_a_cpu_without_bf16_instructions_is_told_that_it_computes_in_fp32(settin
         records = RedisRecords(client)
         worker = Worker("trainer", "small", asdict(info), {}, "", 0.0)
         records.put(Worker.namespace, "trainer-0@here", dump(worker), ttl_s=600)
-        up._say_base_models(settings, BaseModels(settings, records))
+        up._say_base_models(settings, BaseModels(settings, records), up.warn)
     first, *others = capsys.readouterr().err.splitlines()
     assert first.startswith("small: LoRA on")
     assert [line.startswith("small: in float32, because this CPU") for line in others] == [True] * told
