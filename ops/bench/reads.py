@@ -142,14 +142,14 @@ def _connected(port: int) -> Iterator[Sequence[socket.socket]]:
 
 
 def _drive(sockets: Sequence[socket.socket], request: bytes, until: float) -> int:
-    """The answers until then, where every connection has one request at a time. Raises RuntimeError for another answer
-    than 200."""
+    """The answers until then, and the first one whenever it comes. Every connection has one request at a time. Raises
+    RuntimeError for another answer than 200."""
     answers, arrived, poll = 0, {each.fileno(): (each, bytearray()) for each in sockets}, select.epoll()
     with closing(poll):
         for each in sockets:
             poll.register(each, select.EPOLLIN)
             each.sendall(request)
-        while time.perf_counter() < until:
+        while not answers or time.perf_counter() < until:
             for fd, _ in poll.poll(1.0):
                 connection, data = arrived[fd]
                 data += connection.recv(2**16)

@@ -30,6 +30,7 @@ from app.domain.ops import (
     SaveWeights,
 )
 from app.domain.records import Checkpoint, Model, Sampler, ShmTransfer
+from app.errors import NotFound
 from app.settings import Settings
 from app.stores import objects
 from app.stores.redis import keys
@@ -204,18 +205,33 @@ class Run:
     def check_objects(self) -> None:
         """Checks that nothing half-written is visible.
 
-        Every object folder with a manifest is complete, and every referenced one has a manifest.
+        Every object folder with a manifest is complete, and every referenced one has a manifest. A live worker may
+        replace a snapshot meanwhile, and deletes its manifest first.
         """
-        prefix = f"models/{self.model_id}/"
-        visible = {key.removesuffix(f"/{MANIFEST}") for key in self._keys(prefix) if key.endswith(f"/{MANIFEST}")}
+        while True:
+            snapshot = self.head()["snapshot"]
+            visible, referenced = self._visible(), self._referenced()
+            if snapshot == self.head()["snapshot"]:
+                break
+        assert referenced <= visible
+        for checkpoint in visible:
+            try:
+                assert self.files(checkpoint)
+            except NotFound:
+                assert checkpoint not in self._visible() | self._referenced()
+
+    def _visible(self) -> set[str]:
+        """Object folders with a manifest."""
+        keys = self._keys(f"models/{self.model_id}/")
+        return {key.removesuffix(f"/{MANIFEST}") for key in keys if key.endswith(f"/{MANIFEST}")}
+
+    def _referenced(self) -> set[str]:
         listed = {
             self._stored_prefix(p) for p, _ in self.world.records.list(Checkpoint.namespace) if self.model_id in p
         }
         snapshot = {self.head()["snapshot"]} - {""}
         samplers = {prefix for _, prefix in self._samplers()}
-        assert listed | snapshot | samplers <= visible
-        for checkpoint in visible:
-            assert self.files(checkpoint)
+        return listed | snapshot | samplers
 
     def _admit(self, seq: int, op: Op) -> None:
         """Journals as the API's client does it: repeats the call until the write is acknowledged as on disk."""

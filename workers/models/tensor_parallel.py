@@ -142,7 +142,7 @@ def _copies(model: nn.Module, path: str, size: int) -> int:
 
 def _pattern(path: str) -> str:
     """The path as transformers' plans have it."""
-    return re.sub(r"\d+(?=\.)", "*", path)
+    return re.sub(r"[0-9]+(?=\.)", "*", path)
 
 
 def _unsplit(model: nn.Module, styles: Mapping[str, str]) -> str | None:

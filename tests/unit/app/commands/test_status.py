@@ -105,7 +105,14 @@ def test_top_shows_new_calls_until_it_is_interrupted(records: RedisRecords, valk
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "app.cli", "top", "--redis", valkey, "--data-dir", str(tmp_path)]
     environ = {**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm"}
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environ)
+    process = subprocess.Popen(
+        command,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=environ,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     os.close(slave)
     try:
         seen = _until(master, b"LoRA 32 1 ")
