@@ -35,7 +35,7 @@ from ops.bench.bare_trainer import BareTrainer
 from ops.bench.report import Goal, Outcome
 from workers.backends.sampling.base import create
 
-_ROUNDS = 11
+_ROUNDS = 7
 _ROWS, _LENGTH = 8, 256
 _RANK = 16
 _SHAPE: dict[str, Any] = {
