@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from app import cli_admin
-from app.commands import setup_arguments
 from app.errors import SetupError, TinsmithError
 from app.stack.arguments import hide_secrets
 from app.stack.terminal import warn
@@ -84,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     cli_admin.add_backup(commands)
     _add_import(commands)
     _add_flower(commands)
-    setup_arguments.add_doctor(commands)
+    _add_doctor(commands)
     about = commands.add_parser("version", help="print the version", description="Print the version.")
     about.set_defaults(run=_version, parser=about)
     return parser
@@ -119,6 +118,20 @@ def _add_status(commands: argparse._SubParsersAction[_Parser]) -> None:
     for parser in (status, top):
         parser.add_argument("--runs", type=_count, default=20, metavar="N", help="most runs to show (default 20)")
         cli_admin.add_stack_options(parser)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine, the settings and the servers",
+        description="Check versions, GPUs, disks, the port, the state server, the object store and the files of each "
+        "base model, and print a line for each, with a remedy where one is needed. The exit code is 1 if something is "
+        "wrong. Nothing is changed, except that a missing bucket is created.",
+        allow_abbrev=False,
+    )
+    doctor.set_defaults(run=_doctor, parser=doctor)
+    doctor.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
+    cli_admin.add_stack_options(doctor)
 
 
 def _add_rebuild(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -257,6 +270,12 @@ def _top(arguments: argparse.Namespace) -> int:
     from app.commands.status import top
 
     return top(cli_admin.options(arguments), runs=arguments.runs)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from app.commands.doctor import doctor
+
+    return doctor(cli_admin.options(arguments), as_json=arguments.as_json)
 
 
 def _rebuild(arguments: argparse.Namespace) -> int:

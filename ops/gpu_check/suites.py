@@ -43,7 +43,7 @@ SUITES: Mapping[str, Suite] = {
 
 
 def missing(needs: Sequence[str]) -> dict[str, Any]:
-    """What a part reports that needs packages which are not here; empty if they all are."""
+    """Returns the report of a part that is left out because packages in `needs` are not installed; empty if all are."""
     absent = [package for package in needs if find_spec(package) is None]
     return {"left out": f"needs {', '.join(absent)}"} if absent else {}
 
