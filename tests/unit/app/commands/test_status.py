@@ -96,8 +96,9 @@ def test_the_runs_with_the_newest_calls_come_first_and_ended_ones_not_at_all(
 
 def test_names_steer_no_terminal(records: RedisRecords, shown: Callable[..., list[str]]) -> None:
     run(records, base_model=json.dumps(HOSTILE), applied="1")
+    worker(records, "trainer-0@host", "trainer", base_model=HOSTILE)
     lines = shown(columns=200)
-    assert all(line.isprintable() for line in lines) and "owned" in "".join(lines)
+    assert all(line.isprintable() for line in lines) and "".join(lines).count("owned") == 2
 
 
 def test_top_shows_new_calls_until_it_is_interrupted(records: RedisRecords, valkey: str, tmp_path: Path) -> None:
