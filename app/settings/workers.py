@@ -44,7 +44,7 @@ class TrainerSettings(Section):
     micro_batch_tokens: PositiveInt | Literal["auto"] = Field(
         "auto",
         description="tokens in one forward/backward pass: bounds its memory; auto: 1024, and for adapters on a GPU "
-        "up to 8192 as its memory allows",
+        "up to 8192 (narrow models: 32768) as its memory allows",
     )
     exact: bool | Literal["auto"] = Field(
         "auto", description="run each Op in its own pass, so that its bits depend on no other Op; auto: true on a CPU"

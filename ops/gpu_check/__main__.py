@@ -11,7 +11,6 @@ import argparse
 import json
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 from ops.bench import machine, report
 from ops.bench.report import Goal, Outcome
-from ops.gpu_check import shapes, suites, training
+from ops.gpu_check import processes, shapes, suites, training
 
 _OUT = Path(__file__).parents[1] / "bench" / "results"
 # The largest model's files, 16.4 GB, are there if they fit.
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     [device] = _lines("device", seconds=60 * arguments.minutes)
     figures: Figures = {"device": device}
     outcome = Outcome(figures, ())
-    with tempfile.TemporaryDirectory(dir=_IN_MEMORY if _has_room() else None) as made:
+    with tempfile.TemporaryDirectory(dir=_IN_MEMORY if _has_room() else None, ignore_cleanup_errors=True) as made:
         for name, part in _parts(arguments, Path(made)):
             left = ends - time.monotonic()
             figures[name] = part(left) if left > 0 else {"left out": "no time was left"}
@@ -105,14 +104,12 @@ def _served(name: str, size: str, folder: Path, seconds: float) -> Figures:
 def _lines(module: str, *arguments: str, seconds: float) -> list[dict[str, Any]]:
     """The lines of JSON that a module of this package prints within `seconds`; a last one says how it failed."""
     command = [sys.executable, "-m", f"ops.gpu_check.{module}", *arguments]
-    failed = []
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False)
-        printed = done.stdout
-        failed = [{"batch": "the rest", "failed": f"exit code {done.returncode}"}] if done.returncode else []
-    except subprocess.TimeoutExpired as late:
-        printed = (late.stdout or b"").decode()
-    return [json.loads(line) for line in printed.splitlines(keepends=True) if line.endswith("}\n")] + failed
+    with tempfile.TemporaryFile() as output:
+        code = processes.run(command, seconds, output)
+        output.seek(0)
+        printed = [json.loads(line) for line in output if line.endswith(b"}\n")]
+    ended = f"exit code {code}" if code is not None else f"unfinished after {seconds:.0f} s"
+    return printed if code == 0 else [*printed, {"batch": "the rest", "failed": ended}]
 
 
 def goals(figures: Figures) -> Iterator[Goal]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +10,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from ops.gpu_check import processes
 
 _NAMED = 20
 # pytest's further processes, from four cores on: those of tiny models share a GPU well.
@@ -57,13 +57,9 @@ def run(suite: Suite, folder: Path, seconds: float) -> dict[str, Any]:
     options = ["-q", "-p", "no:cacheprovider", "-n", str(_PROCESSES), f"--junitxml={report}"]
     command = [sys.executable, "-m", "pytest", *options, *suite.tests]
     with (folder / "pytest.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its ranks and servers hold the GPU's memory too
-            process.wait()
-            return {"ok": False, "ended": f"after {seconds:.0f} s, unfinished", "log": _tail(folder)}
+        code = processes.run(command, seconds, log, log)
+    if code is None:
+        return {"ok": False, "ended": f"after {seconds:.0f} s, unfinished", "log": _tail(folder)}
     if not report.exists():
         return {"ok": False, "ended": f"with exit code {code} and no report", "log": _tail(folder)}
     found = ElementTree.parse(report).getroot()

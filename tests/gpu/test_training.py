@@ -32,7 +32,7 @@ from app.domain.ops import LoraSpec
 from workers.backends.training.base import Create
 trainer = open_trainer(Path(sys.argv[1]), "bfloat16")
 apply(trainer, "m", Create(LoraSpec(rank=4)))
-weights = [*trainer._engine.base.model.parameters(), *trainer._states["m"].adapter.tensors().values()]
+weights = [*trainer._engine.base.model.parameters(), *trainer._states["m"].adapter.tensors.values()]
 places = {str(torch.cuda.get_device_properties(weight.device).uuid) for weight in weights}
 print(torch.cuda.device_count(), *places)
 """

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, groupby, islice
 from math import sqrt
 from typing import Any
@@ -37,7 +38,7 @@ class LoraPair:
     b: nn.Parameter
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Adapter:
     """Adds `scaling * x Aᵀ Bᵀ` to the output of every linear in `pairs`, which is keyed by module path.
 
@@ -56,7 +57,8 @@ class Adapter:
     def scaling(self) -> float:
         return self.spec.alpha / self.spec.rank
 
-    def tensors(self) -> dict[str, nn.Parameter]:
+    @cached_property
+    def tensors(self) -> Mapping[str, nn.Parameter]:
         """Every parameter by its name in a PEFT file, sorted by path, and the value head last. So an adapter read from
         files has the order of a new one, and its gradients' norm has the same last bit."""
         found = {
@@ -68,12 +70,12 @@ class Adapter:
 
     def drop_gradients(self) -> None:
         """Removes every parameter's `.grad`."""
-        for parameter in self.tensors().values():
+        for parameter in self.tensors.values():
             parameter.grad = None
 
     def to(self, device: torch.device) -> Adapter:
         """A copy on `device`."""
-        return self.with_values({name: one.detach().to(device, copy=True) for name, one in self.tensors().items()})
+        return self.with_values({name: one.detach().to(device, copy=True) for name, one in self.tensors.items()})
 
     def with_values(self, values: Mapping[str, Tensor]) -> Adapter:
         """An adapter of this kind with other tensors, which have the names of `tensors`."""
@@ -151,16 +153,15 @@ def in_use() -> Segments:
 
 def within(segments: Segments, rows: slice) -> Iterator[tuple[Adapter | None, int]]:
     """Yields the shares of the segments that lie within `rows`, with their numbers of rows there."""
-    start = 0
+    end = 0
     for adapter, count in segments:
-        share = min(start + count, rows.stop) - max(start, rows.start)
-        start += count
-        if share > 0:
+        start, end = end, end + count
+        if (share := min(end, rows.stop) - max(start, rows.start)) > 0:
             yield adapter, share
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear plus the adapters that `use` names. The linear stays a submodule, so hooks on it still run."""
+    """A linear plus the adapters that `use` names. The linear stays a submodule, so hooks on it still run."""
 
     def __init__(self, base: nn.Linear, path: str) -> None:
         super().__init__()
@@ -168,14 +169,16 @@ class LoraLinear(nn.Module):
         self.path = path
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x)
         flat = x.reshape(-1, x.shape[-1])
+        segments = _segments.get()
+        if grouped.joins(self.base, flat) and (stack := segments.stack(self.path, flat)):
+            return grouped.joined(flat, self.base, stack, segments.ends(flat)).view(*x.shape[:-1], -1)
+        out: Tensor = self.base(x)
         rows = out.reshape(-1, out.shape[-1])
         if grouped.suits(flat, rows):
-            segments = _segments.get()
             stack = segments.stack(self.path, flat)
-            return out if stack is None else grouped.added(flat, out, stack, segments.ends(flat))
-        runs = list(_runs(_segments.get(), self.path, len(flat)))
+            return grouped.added(flat, out, stack, segments.ends(flat)) if stack else out
+        runs = list(_runs(segments, self.path, len(flat)))
         tensors = [tensor for run in runs for pair in run.pairs for tensor in (pair.a, pair.b)]
         if not tensors:
             return out
@@ -326,14 +329,14 @@ def new_adapter(model: nn.Module, spec: LoraSpec, *, critic: bool = False) -> Ad
     for path in sorted(_chosen(model, spec), key=experts.is_pair):
         in_features, out_features, rank = _width(model, path, spec.rank)
         a = nn.init.kaiming_uniform_(torch.empty(rank, in_features), a=sqrt(5), generator=generator)
-        pairs[path] = _pair(a, torch.zeros(out_features, rank))
+        pairs[path] = LoraPair(nn.Parameter(a), nn.Parameter(torch.zeros(out_features, rank)))
     return Adapter(spec, pairs, new_value_head(model, generator) if critic else None)
 
 
 def new_value_head(model: nn.Module, generator: torch.Generator) -> nn.Parameter:
     """Returns a new value head, fp32 [1, hidden size], on the CPU; see new_adapter."""
-    width = _hidden_size(model)
-    return nn.Parameter(torch.empty(1, width).normal_(0.0, 1 / (width + 1), generator=generator))
+    empty = torch.empty(1, _hidden_size(model))
+    return nn.Parameter(empty.normal_(0.0, 1 / (empty.shape[1] + 1), generator=generator))
 
 
 def check_fits(adapter: Adapter, model: nn.Module) -> None:
@@ -394,7 +397,3 @@ def _shape(model: nn.Module, path: str) -> Shape:
 def _hidden_size(model: nn.Module) -> int:
     config: Any = model.config
     return int(config.get_text_config().hidden_size)
-
-
-def _pair(a: Tensor, b: Tensor) -> LoraPair:
-    return LoraPair(nn.Parameter(a), nn.Parameter(b))

@@ -39,7 +39,7 @@ def write(adapter: Adapter, folder: Path, base_model_name: str, model: nn.Module
     if adapter.critic:
         config |= {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
     (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(config, indent=2))
-    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in adapter.tensors().items()}
+    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in adapter.tensors.items()}
     save_file(tensors, folder / ADAPTER_FILE, metadata={"format": "pt"})
 
 

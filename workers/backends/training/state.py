@@ -211,7 +211,7 @@ def _move(state: ModelState, device: torch.device) -> None:
 class AdapterState:
     """A ModelState of one LoRA adapter. A pass leaves its gradient in the parameters' `.grad`.
 
-    `pending`: fp32 sums of the gradients since the last step, by the names of `adapter.tensors()`; None for zero.
+    `pending`: fp32 sums of the gradients since the last step, by the names of `adapter.tensors`; None for zero.
     """
 
     engine: Engine
@@ -226,7 +226,7 @@ class AdapterState:
         return self.adapter.critic
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from self.adapter.tensors().values()
+        yield from self.adapter.tensors.values()
         yield from self.optimizer.tensors()
         yield from self.pending_gradients().values()
 
@@ -245,7 +245,7 @@ class AdapterState:
 
     def found_gradients(self) -> dict[str, Tensor]:
         found = {}
-        for name, parameter in self.adapter.tensors().items():
+        for name, parameter in self.adapter.tensors.items():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             found[name] = parameter.grad
@@ -268,10 +268,10 @@ class AdapterState:
         return self.pending or {}
 
     def restore_pending(self, stored: Mapping[str, Tensor]) -> None:
-        self.pending = shaped_as(stored, self.adapter.tensors(), self.engine.base.device)
+        self.pending = shaped_as(stored, self.adapter.tensors, self.engine.base.device)
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.adapter.tensors().items()}
+        return {name: parameter.detach() for name, parameter in self.adapter.tensors.items()}
 
     def begin_step(self, params: AdamParams) -> Step:
         gradients = self.pending or {name: torch.zeros_like(weight) for name, weight in self.weights().items()}
@@ -279,11 +279,11 @@ class AdapterState:
 
     def end_step(self) -> None:
         self.pending = None
-        self.shards.share_(self.adapter.tensors())
+        self.shards.share_(self.adapter.tensors)
 
     def capture(self, *, optimizer: bool, gradients: bool = False) -> Writer:
         """Copies the adapter and its optimizer's state, to be written as PEFT files and OPTIMIZER_FILE."""
-        adapter = self.adapter.with_values(copied(self.adapter.tensors(), pinned=True))
+        adapter = self.adapter.with_values(copied(self.adapter.tensors, pinned=True))
         moments = self.optimizer.state(pinned=True) if optimizer else None
         pending = copied(self.pending_gradients(), pinned=True) if gradients else {}
 
@@ -310,7 +310,7 @@ class AdapterState:
 
     def check_same_shape(self, other: ModelState) -> None:
         assert other.adapter is not None
-        mine, theirs = ({n: tuple(p.shape) for n, p in a.tensors().items()} for a in (self.adapter, other.adapter))
+        mine, theirs = ({n: tuple(p.shape) for n, p in a.tensors.items()} for a in (self.adapter, other.adapter))
         if mine != theirs:
             raise UserOpError(
                 f"the checkpoint holds a rank {other.adapter.spec.rank} adapter on {len(other.adapter.pairs)} linear "
@@ -354,9 +354,9 @@ class AdapterModels:
             )
         device = self.engine.base.device
         adapter = adapter.to(device)
-        sizes = {name: p.numel() for name, p in adapter.tensors().items()}
+        sizes = {name: p.numel() for name, p in adapter.tensors.items()}
         shards = Shards.of(sizes, self.engine.ranks, device, split=self.engine.shards_optimizer)
-        return AdapterState(self.engine, adapter, shards, ShardedAdamW(adapter.tensors(), shards), self.base_path)
+        return AdapterState(self.engine, adapter, shards, ShardedAdamW(adapter.tensors, shards), self.base_path)
 
 
 def _groups(spec: LoraSpec) -> str:

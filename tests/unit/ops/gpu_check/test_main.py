@@ -94,7 +94,7 @@ def test_one_side_leaves_time_to_the_other(tmp_path: Path, monkeypatch: pytest.M
 def test_a_side_that_crashes_keeps_its_batches_and_says_how_it_ended(tmp_path: Path) -> None:
     [line] = _lines("training", "tiny", str(tmp_path / "base"), "no such side", seconds=DEADLINE_S)
     assert line == {"batch": "the rest", "failed": "exit code 1"}
-    assert _lines("device", seconds=0.01) == []
+    assert _lines("device", seconds=0.01) == [{"batch": "the rest", "failed": "unfinished after 0 s"}]
 
 
 def test_a_batch_that_failed_and_a_device_without_a_datasheet_have_no_goal() -> None:

@@ -149,9 +149,9 @@ def test_saved_pairs_are_read_back_to_the_bit(model: nn.Module, tmp_path: Path) 
     found = peft_files.read(tmp_path)
     lora.check_fits(found, model)
     assert found.spec.train_mlp
-    assert found.tensors().keys() == adapter.tensors().keys()
-    for name, parameter in adapter.tensors().items():
-        assert torch.equal(found.tensors()[name], parameter)
+    assert found.tensors.keys() == adapter.tensors.keys()
+    for name, parameter in adapter.tensors.items():
+        assert torch.equal(found.tensors[name], parameter)
 
 
 @pytest.mark.parametrize("case", ["llama4", "nemotron-h, latent", "inkling, vision"])
@@ -164,7 +164,7 @@ def test_pairs_of_every_layout_are_read_back(case: str, tmp_path: Path) -> None:
     peft_files.write(adapter, tmp_path, "base", model)
     found = peft_files.read(tmp_path)
     lora.check_fits(found, model)
-    assert found.tensors().keys() == adapter.tensors().keys()
+    assert found.tensors.keys() == adapter.tensors.keys()
 
 
 def test_attention_alone_leaves_the_experts_as_they_are(model: nn.Module) -> None:

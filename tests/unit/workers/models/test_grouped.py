@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from app.domain.ops import LoraSpec
 from workers.backends.training.memory import _recomputed
@@ -30,11 +32,14 @@ class Layer(nn.Module):
         return x + out
 
 
-@pytest.fixture
-def model() -> nn.Module:
+@pytest.fixture(params=["joined", "hooked"])
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    """A base whose linears are computed in one function with their adapters, or not, because each has a hook."""
     torch.manual_seed(0)
     model = Layer().requires_grad_(False)
     lora.wrap(model)
+    for linear in [one for one in model.modules() if type(one) is nn.Linear and request.param == "hooked"]:
+        linear.register_forward_hook(lambda *_: None)
     return model
 
 
@@ -76,7 +81,7 @@ def learnt(
     with lora.use(segments):
         out = (layer or model)(x)
     out.square().sum().backward()
-    parameters = [p for one in dict.fromkeys(one for one, _ in segments) if one for p in one.tensors().values()]
+    parameters = [p for one in dict.fromkeys(one for one, _ in segments) if one for p in one.tensors.values()]
     found = [out.detach(), *(tensor.grad for tensor in [x, *parameters] if tensor.grad is not None)]
     assert len(found) == 2 + len(parameters)
     for parameter in parameters:
@@ -167,6 +172,35 @@ def test_an_input_may_lie_in_columns(inference: bool, model: nn.Module, group: C
     group()
     with lora.use(CASES["uneven"](model)), torch.inference_mode(inference):
         assert_same([model(x)], [model(x.contiguous())])
+
+
+def test_a_linear_is_joined_with_its_adapters_unless_something_must_see_it(group: Callable[[], None]) -> None:
+    class Own(nn.Linear):
+        """Such as a quantised one."""
+
+    group()
+    x, frozen = torch.ones(2, 8), nn.Linear(8, 8).requires_grad_(False)
+    assert grouped.joins(frozen, x)
+    assert not grouped.joins(nn.Linear(8, 8), x), "its weight would get no gradient"
+    assert not grouped.joins(Own(8, 8).requires_grad_(False), x)
+    assert not grouped.joins(nn.Linear(6, 8).requires_grad_(False), torch.ones(2, 6))
+    frozen.register_forward_pre_hook(lambda *_: None)
+    assert not grouped.joins(frozen, x)
+
+
+def test_an_input_without_a_gradient_costs_no_product_for_it(group: Callable[[], None]) -> None:
+    """As in the first layer, below which nothing is trained."""
+    model = nn.Sequential()
+    model.q_proj = nn.Linear(16, 24).requires_grad_(False)
+    lora.wrap(model)
+    one, flops = adapter(model, 8), []
+    counts = {torch.ops.aten.addmm_: lambda out, left, right, **_: 2 * prod(left) * right[1]}
+    group()
+    for wanted in (False, True):
+        with lora.use([(one, 9)]), FlopCounterMode(display=False, custom_mapping=counts) as counter:
+            model.q_proj(torch.ones(9, 16, requires_grad=wanted)).sum().backward()
+        flops.append(counter.get_total_flops())
+    assert flops[1] - flops[0] == 2 * 9 * 16 * (24 + 8)
 
 
 def test_widths_without_a_kernel_run_one_by_one(model: nn.Module, group: Callable[[], None]) -> None:

@@ -122,17 +122,17 @@ def test_neighbours_of_one_shape_share_a_product_and_nothing_else(model: Tiny, t
     with lora.use(segments):
         found = model(tokens)
     (found * rows).sum().backward()
-    gradients = {adapter: [p.grad for p in adapter.tensors().values()] for adapter, _ in segments}
+    gradients = {adapter: [p.grad for p in adapter.tensors.values()] for adapter, _ in segments}
     start = 0
     for adapter, count in segments:
         mine = slice(start, start + count)
         start += count
-        for parameter in adapter.tensors().values():
+        for parameter in adapter.tensors.values():
             parameter.grad = None
         wanted = by_hand(model, adapter, tokens[mine])
         assert_close(found[mine], wanted)
         (wanted * rows[mine]).sum().backward()
-        for gradient, parameter in zip(gradients[adapter], adapter.tensors().values(), strict=True):
+        for gradient, parameter in zip(gradients[adapter], adapter.tensors.values(), strict=True):
             assert_close(gradient, parameter.grad)
 
 
@@ -170,7 +170,7 @@ def test_masters_are_fp32_under_a_bfloat16_base(model: Tiny, tokens: torch.Tenso
         out = model(tokens)
     out.float().sum().backward()
     assert out.dtype is torch.bfloat16
-    assert {p.dtype for p in adapter.tensors().values()} == {p.grad.dtype for p in adapter.tensors().values()}
+    assert {p.dtype for p in adapter.tensors.values()} == {p.grad.dtype for p in adapter.tensors.values()}
     assert adapter.pairs["q_proj"].a.grad.dtype is torch.float32
 
 
@@ -179,7 +179,7 @@ def test_peft_files_give_the_same_adapter_back(model: Tiny, tmp_path: Path) -> N
     peft_files.write(adapter, tmp_path, "some/base")
     found = peft_files.read(tmp_path)
     assert found.spec == LoraSpec(rank=3, train_mlp=False, alpha=9.5)
-    assert all(torch.equal(found.tensors()[name], p) for name, p in adapter.tensors().items())
+    assert all(torch.equal(found.tensors[name], p) for name, p in adapter.tensors.items())
     assert "base_model.model.lm_head.lora_A.weight" in load_file(tmp_path / ADAPTER_FILE)
     lora.check_fits(found, model)
 
@@ -194,7 +194,7 @@ def test_a_critic_is_a_classifier_of_one_label_in_peft_files(model: Tiny, tmp_pa
     found = peft_files.read(tmp_path)
     assert found.value_head is not None
     assert torch.equal(found.value_head, critic.value_head)
-    assert list(found.tensors()) == list(critic.tensors())
+    assert list(found.tensors) == list(critic.tensors)
     lora.check_fits(found, model)
     lora.check_role(found, critic=True)
 
@@ -243,4 +243,4 @@ def test_an_adapter_read_from_files_has_the_order_of_a_fresh_one(model: Tiny, tm
     """The gradient norm is summed in that order, so clipping would differ in its last bit after a restore."""
     fresh = lora.new_adapter(model, LoraSpec(rank=4))
     peft_files.write(fresh, tmp_path, "base")
-    assert list(peft_files.read(tmp_path).tensors()) == list(fresh.tensors())
+    assert list(peft_files.read(tmp_path).tensors) == list(fresh.tensors)
