@@ -176,10 +176,14 @@ class FullFinetuneModel:
 
 
 def _cast(adapter: lora.Adapter, device: torch.device, dtype: torch.dtype) -> lora.Adapter:
-    """Casts the adapter to the base's dtype: once here instead of in every step."""
+    """Casts the adapter to the base's dtype: once here instead of in every step.
+
+    On the device, because on a CPU each tensor waits for all of torch's threads: the 394 of a rank-32 adapter of
+    Qwen3-0.6B took 2 s on two cores that had other work.
+    """
 
     def cast(parameter: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(parameter.detach().to(device, dtype), requires_grad=False)
+        return nn.Parameter(parameter.detach().to(device).to(dtype), requires_grad=False)
 
     pairs = {path: lora.LoraPair(cast(pair.a), cast(pair.b)) for path, pair in adapter.pairs.items()}
     return lora.Adapter(adapter.spec, pairs)

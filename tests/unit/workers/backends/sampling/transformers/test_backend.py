@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from app.domain.ops import LoraSpec
 from app.domain.sampling import SampleRequest
 from app.errors import ServerOpError
 from app.settings import BaseModelSettings, SamplerSettings
@@ -17,8 +20,8 @@ from tests.models import tiny_qwen3
 from tests.unit.workers.conftest import await_true
 from workers.backends import failures
 from workers.backends.sampling.base import Aborted, RequestHandle
-from workers.backends.sampling.transformers.backend import TransformersSampler
-from workers.models import full_weights
+from workers.backends.sampling.transformers.backend import Adapters, TransformersSampler
+from workers.models import full_weights, lora, peft_files
 from workers.models.full_weights import tensors_in
 
 POISON = 200
@@ -219,6 +222,32 @@ def test_new_weights_that_were_written_in_part_end_the_engine(folder, tmp_path, 
     assert not backend.healthy()
     with pytest.raises(ServerOpError, match="the disk is gone"):
         backend.load("other", other)
+
+
+class CpuCasts(TorchDispatchMode):
+    """Counts the casts of tensors on the CPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if (
+            func is torch.ops.aten._to_copy.default
+            and args[0].is_cpu
+            and kwargs.get("dtype") not in (None, args[0].dtype)
+        ):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_adapter_is_cast_on_the_device(sampler, tmp_path):
+    """On a busy CPU it would take seconds. The meta device stands in for a GPU."""
+    model = sampler._base.model
+    peft_files.write(lora.new_adapter(model, LoraSpec(rank=4)), tmp_path, "tiny", model)
+    adapters = Adapters(replace(sampler._base, device=torch.device("meta"), dtype=torch.bfloat16))
+    with CpuCasts() as casts:
+        adapters.load("a", tmp_path)
+    assert {(one.device.type, one.dtype) for one in adapters.find("a").tensors.values()} == {("meta", torch.bfloat16)}
+    assert casts.count == 0
 
 
 def test_a_caller_that_waits_for_an_idle_engine_learns_when_it_stops(sampler):
