@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import cast
 
 import redis
@@ -29,6 +29,8 @@ from app.stores.redis.records import RedisRecords, load
 _MOST_WAITING = 10_000
 _EVERY_S = 1.0
 _UNKNOWN = "-"
+# Enough for the parts of a large batch, and for a rate that is steady.
+_POINTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ class WorkerState:
 @dataclass(frozen=True, slots=True)
 class RunState:
     """A training run. `calls` have ended, and `waiting` calls have not. `worker` holds the run in memory; empty if none
-    does. `idle_s`: since its last call arrived."""
+    does. `idle_s`: since its last call arrived. `loss` of a token in the newest batch; None before the first.
+    `tokens_per_s`: None while it pauses."""
 
     id: str
     base_model: str
@@ -61,6 +64,10 @@ class RunState:
     running: bool
     worker: str
     idle_s: float
+    steps: int = 0
+    trained_tokens: int = 0
+    loss: float | None = None
+    tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +114,12 @@ def read(client: redis.Redis, settings: Settings, most_runs: int) -> StackState:
     waiting = {line.model_id: (line.waiting, line.running) for line in unfinished.models}
     runs = sorted(_runs(client, records, waiting, now), key=lambda run: run.idle_s)
     held = Counter(run.worker for run in runs)
+    shown = _with_progress(records, runs[:most_runs], now)
     workers = [(node, load(Worker, fields)) for node, fields in records.list(Worker.namespace)]
     memory = client.info("memory")
     return StackState(
         workers=[_worker(node, worker, held[node], now) for node, worker in workers],
-        runs=runs[:most_runs],
+        runs=shown,
         more_runs=max(0, len(runs) - most_runs),
         samples=dict(Counter(sample.queue.partition(".")[2] for sample in unfinished.samples)),
         memory_bytes=int(memory["used_memory"]),
@@ -155,6 +163,20 @@ def _runs(
         )
 
 
+def _with_progress(records: RedisRecords, runs: list[RunState], now: float) -> list[RunState]:
+    found = records.progress([run.id for run in runs], _POINTS)
+    return [
+        replace(
+            run,
+            steps=progress.steps,
+            trained_tokens=progress.trained_tokens,
+            loss=progress.loss,
+            tokens_per_s=progress.tokens_per_s(now),
+        )
+        for run, progress in zip(runs, found, strict=True)
+    ]
+
+
 def drawn(found: StackState) -> Group:
     """The tables, at most 80 columns wide where the names are short."""
     limit = f" of {_size(found.memory_limit_bytes)}" if found.memory_limit_bytes else ""
@@ -184,9 +206,19 @@ def _run_table(runs: list[RunState]) -> Table:
     for run in runs:
         held = _short(run.worker) or _UNKNOWN
         where = f"{held} *" if run.running else held
-        cells = (run.id, run.kind, str(run.calls), str(run.waiting), where, _duration(run.idle_s))
-        table.add_row(*(Text(visible(cell)) for cell in cells))
+        cells = (run.kind, str(run.calls), str(run.waiting), where, _duration(run.idle_s))
+        name = Text(f"{visible(run.id)}\n  {_progress(run)}" if run.trained_tokens or run.steps else visible(run.id))
+        table.add_row(name, *(Text(visible(cell)) for cell in cells))
     return table
+
+
+def _progress(run: RunState) -> str:
+    parts = [f"step {run.steps}"]
+    if run.loss is not None:
+        parts.append(f"loss {run.loss:.4g}")
+    if run.tokens_per_s is not None:
+        parts.append(f"{run.tokens_per_s:.0f} tokens/s")
+    return ", ".join(parts)
 
 
 def _table(*headers: str) -> Table:

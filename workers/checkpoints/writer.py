@@ -19,6 +19,7 @@ import pyrage
 from app import ids
 from app.domain.checkpoints import CheckpointPrefix, Manifest
 from app.domain.ops import LoraSpec, SaveWeights
+from app.domain.progress import Point
 from app.domain.records import ENCRYPTED, Checkpoint, Model, Sampler, ShmTransfer
 from app.domain.results import NOTHING, SAVED, Result, Usage
 from app.errors import NotFound, Unavailable, UserOpError
@@ -32,12 +33,14 @@ from workers.checkpoints.shm_transfer import ShmTransfers
 
 
 class Outcome(NamedTuple):
-    """The answer, the records of the commit, a function to call after it, and the usage it counts."""
+    """The answer, the records of the commit, a function to call after it, the usage it counts, and the point it adds to
+    the run's progress."""
 
     result: Result
     writes: Sequence[Write] = ()
     after_commit: Callable[[], None] = lambda: None
     usage: Usage = NOTHING
+    point: Point | None = None
 
 
 DeferredWrite = Callable[[], Outcome]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import redis
@@ -129,7 +129,8 @@ class Committer:
         started = time.monotonic()
         try:
             recorded = op_result.result, op_result.writes, op_result.failure
-            self._oplog.commit(resident.lease, entry.seq, *recorded, op_result.usage)
+            point = op_result.point and replace(op_result.point, seconds=round(pending.run_s, 3))
+            self._oplog.commit(resident.lease, entry.seq, *recorded, op_result.usage, point)
         except Fenced:
             telemetry.commit_refused(entry, resident.lease.epoch)
             raise

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from app.domain import ops as domain_ops
-from app.domain import records
+from app.domain import progress, records
 from app.domain.checkpoints import WINDOW, Manifest
 from app.domain.ops import (
     FORWARD,
@@ -190,10 +190,10 @@ def _fields(lora: LoraSpec | None) -> dict[str, Any]:
 def _outcome(op: Op, output: Output) -> Outcome:
     """The outcome of a live run; its usage is counted once it is committed."""
     if not isinstance(op, ForwardBackward):
-        return Outcome(results.of_output(output))
+        return Outcome(results.of_output(output), point=progress.point_of(op, output))
     tokens = len(op.batch.tokens.values)
     telemetry.TOKENS.labels("trained").inc(tokens)
-    return Outcome(results.of_output(output), usage={TRAINED: tokens})
+    return Outcome(results.of_output(output), usage={TRAINED: tokens}, point=progress.point_of(op, output))
 
 
 def doom(entry: Entry, grads: GradAccumulation) -> str:

@@ -15,6 +15,7 @@ import redis
 
 from app import ids
 from app.domain import ops
+from app.domain.progress import Point
 from app.domain.results import Result, Usage
 from app.errors import Fenced, NewerContent, NotFound, OpError, Requeue, TinsmithError, Unavailable
 from app.stores.redis.journal import RedisOpLog
@@ -305,17 +306,18 @@ def _unsafe(lease: Lease, *, in_doubt: bool) -> TinsmithError:
 @dataclass(frozen=True, slots=True)
 class OpResult:
     """The result of running an Op. `failure` is empty for success. `after_commit` is to be called after the commit,
-    which counts `usage`."""
+    which counts `usage` and adds `point` to the run's progress."""
 
     result: Result
     writes: Sequence[Write] = ()
     failure: str = ""
     after_commit: Callable[[], None] = lambda: None
     usage: Usage = field(default_factory=dict)
+    point: Point | None = None
 
     @classmethod
     def of(cls, outcome: Outcome) -> OpResult:
-        return cls(outcome.result, outcome.writes, after_commit=outcome.after_commit, usage=outcome.usage)
+        return cls(outcome.result, outcome.writes, "", outcome.after_commit, outcome.usage, outcome.point)
 
     @classmethod
     def failed(cls, entry: Entry, error: OpError) -> OpResult:

@@ -12,6 +12,8 @@ from typing import Any, cast
 
 from app import ids
 from app.domain.limits import FREE, Charge
+from app.domain.ops import FORWARD_BACKWARD
+from app.domain.progress import Point
 from app.domain.results import NOTHING, Result, Usage
 from app.errors import BadRequest, Fenced, Gone, NotFound, Unavailable
 from app.stores.redis import keys, limits
@@ -236,12 +238,13 @@ class RedisOpLog(RedisFutures):
         writes: Iterable[Write] = (),
         why: str = "failed",
         usage: Usage = NOTHING,
+        point: Point | None = None,
     ) -> None:
         """Makes `seq` the applied one, its result readable and the records set, and wakes the poll.
 
         Raises Fenced. A failed forward_backward makes the Ops that already wait after it, up to the next optim_step,
         fail with `why`. An Op that did not fail counts its `usage`, in the same step, for the project that the model
-        belongs to at that moment.
+        belongs to at that moment. A `point` is added to the model's progress, in the same step.
         """
         state = "failed" if result.failed else "done"
         records = json.dumps([[namespace, key, dict(fields)] for namespace, key, fields in writes])
@@ -260,6 +263,8 @@ class RedisOpLog(RedisFutures):
             json.dumps(dict(usage)),
             staged,
             size,
+            _point(point),
+            point.tokens if point and point.kind == FORWARD_BACKWARD else 0,
         ):
             raise Fenced(f"{lease.model_id} seq {seq} is not for epoch {lease.epoch} to commit")
 
@@ -347,6 +352,13 @@ class RedisOpLog(RedisFutures):
 def _entry(seq: int, request_id: str, op: Mapping[bytes, bytes], payload: bytes) -> Entry:
     doomed = op.get(b"doomed", b"").decode()
     return Entry(seq, op[b"kind"].decode(), request_id, payload, doomed, int(op[b"attempts"]))
+
+
+def _point(point: Point | None) -> str:
+    if point is None:
+        return ""
+    stored = {"metrics": dict(point.metrics), "tokens": point.tokens, "weight": point.weight, "seconds": point.seconds}
+    return json.dumps(stored, separators=(",", ":"))
 
 
 def _flat(fields: Record) -> list[str]:

@@ -1,9 +1,12 @@
 """Every Redis key, in one place. Scripts build the same texts from the ids they are given.
 
     models:<model>      HASH  the Model record, and the head of its journal: applied, epoch, worker, snapshot,
-                              snapshot_seq, epoch_floor after a rebuild, last_request and unloaded (ms); ended
+                              snapshot_seq, epoch_floor after a rebuild, last_request and unloaded (ms); steps
+                              and trained_tokens, of the committed calls; ended
                               ("deleted") once the model has ended; behind sentinels also history, the number of the
                               history in which the epoch was given out, and epoch_floor, the first epoch there
+    progress:<model>    STREAM  its newest points (app/domain/progress.py): seq, kind, and the rest as JSON; their ids
+                              have the ms of their commits; gone once the model has ended
     history             HASH  behind sentinels: primary, the replication id of the last primary that was seen, and
                               number, the ms when its history began
     journal:<model>     ZSET  seq -> seq: Ops behind the snapshot (seq > snapshot_seq), applied or waiting
@@ -144,6 +147,10 @@ def model(model_id: str) -> str:
 
 def journal(model_id: str) -> str:
     return f"{PREFIX}journal:{model_id}"
+
+
+def progress(model_id: str) -> str:
+    return f"{PREFIX}progress:{model_id}"
 
 
 def op(request_id: str) -> str:

@@ -11,6 +11,7 @@ from typing import Literal, TypeVar, cast
 import redis
 
 from app.domain.accounts import Account, Key, Organisation, Project, User
+from app.domain.progress import Point, Progress
 from app.domain.records import Checkpoint, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Upload, Worker
 from app.errors import NotFound, TooLarge, Unavailable
 from app.settings import EngineSettings
@@ -276,6 +277,18 @@ class RedisRecords:
                 found = pipe.execute()
             yield from zip(slice_, map(text_fields, found), strict=True)
 
+    def progress(self, model_ids: Sequence[str], most_points: int) -> Sequence[Progress]:
+        """The progress of each model, with at most so many points; an empty one for an unknown or ended model."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for model_id in model_ids:
+                pipe.hmget(keys.model(model_id), "steps", "trained_tokens")
+                pipe.xrevrange(keys.progress(model_id), count=most_points)
+            found = pipe.execute()
+        return [
+            Progress(int(steps or 0), int(tokens or 0), [_point(*row) for row in reversed(rows)])
+            for (steps, tokens), rows in zip(found[::2], found[1::2], strict=True)
+        ]
+
     def note(self, ledger: Ledger, project: str, key: str, text: str, *, urgent: bool = False) -> None:
         """Writes an entry on this hour's page of a project's book (app/stores/pages.py), unless the page has an entry
         with this key.
@@ -301,6 +314,11 @@ def _ids(client: redis.Redis, index: str, after: str, prefix: str) -> list[str]:
     last = b"[" + prefix.encode() + b"\xff"
     found = client.zrangebylex(index, after, cast(str, last), 0, _SLICE)
     return [key.decode() for key in cast(list[bytes], found)]
+
+
+def _point(id_: bytes, fields: Mapping[bytes, bytes]) -> Point:
+    at = int(id_.partition(b"-")[0]) / 1000
+    return Point(fields[b"kind"].decode(), seq=int(fields[b"seq"]), at=at, **json.loads(fields[b"point"]))
 
 
 def _paired(flat: Sequence[bytes]) -> dict[bytes, bytes]:

@@ -159,10 +159,12 @@ return 1
 -- needs: change_record, count_usage, doom, drop_payload, history, now_ms, result
 -- Commit an Op: seq becomes the applied seq, and its result can be read. ARGV: model id, epoch, seq, state, type, body,
 -- seconds to keep, JSON list of {namespace, id, {field = value}} to record in the same step, reason of a failure, JSON
--- of its usage, the key that holds the body (or ''), the body's size. Returns 1, or 0 when fenced.
+-- of its usage, the key that holds the body (or ''), the body's size, a point of the model's progress as JSON (or ''),
+-- the tokens it trained. Returns 1, or 0 when fenced.
+local MOST_POINTS = 1000  -- about 150 kB a model
 local model, seq = ARGV[1], tonumber(ARGV[3])
 local key = 'tinsmith:models:' .. model
-local head = redis.call('HMGET', key, 'epoch', 'applied', 'owner')
+local head = redis.call('HMGET', key, 'epoch', 'applied', 'owner', 'steps', 'trained_tokens')
 local request = model .. ':' .. ARGV[3]
 local kind = redis.call('HGET', 'tinsmith:op:' .. request, 'kind')
 local is_next = head[1] == ARGV[2] and tonumber(head[2]) == seq - 1 and is_current(model)
@@ -172,7 +174,14 @@ if not is_next or not kind then  -- without a kind, nothing was admitted there
 end
 local result = result_of(ARGV[4], ARGV[5], ARGV[6], ARGV[11], ARGV[12])
 if not result then return lapsed() end
-redis.call('HSET', key, 'applied', seq)
+if ARGV[13] == '' then
+  redis.call('HSET', key, 'applied', seq)
+else
+  redis.call('HSET', key, 'applied', seq, 'steps', (head[4] or 0) + (kind == 'optim_step' and 1 or 0),
+             'trained_tokens', (head[5] or 0) + ARGV[14])
+  redis.call('XADD', 'tinsmith:progress:' .. model, 'MAXLEN', MOST_POINTS, '*', 'seq', seq, 'kind', kind,
+             'point', ARGV[13])
+end
 if ARGV[4] == 'failed' or kind == 'forward' or kind == 'save_weights' then
   drop_payload(request)  -- no replay runs it
 end

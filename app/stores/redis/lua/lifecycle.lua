@@ -183,8 +183,8 @@ return 1
 
 -- script: end_model flags=allow-oom
 -- needs: end_calls, handed_over, is_retired, list_run
--- End a model for good: its owner is fenced, its snapshot pointer is deleted, and so is its journal, whose waiting calls
--- fail. Of a long journal, `end_calls` deletes the rest.
+-- End a model for good: its owner is fenced, its snapshot pointer and progress are deleted, and so is its journal, whose
+-- waiting calls fail. Of a long journal, `end_calls` deletes the rest.
 -- ARGV: model id, seconds to keep results, type and body of a waiting future's result,
 -- ms since which its session must have ended (or '' to end the model in any case).
 -- Returns {base model, lease holder or '', 'true' for full fine-tuning}; {} when the model does not exist, or when its
@@ -205,7 +205,7 @@ if not head[4] then
     redis.call('DEL', 'tinsmith:handovers:' .. prefix)
     redis.call('ZREM', 'tinsmith:index:handovers', prefix)
   end
-  redis.call('DEL', 'tinsmith:lease:' .. model)
+  redis.call('DEL', 'tinsmith:lease:' .. model, 'tinsmith:progress:' .. model)
   redis.call('ZREM', 'tinsmith:pending', model)
   redis.call('HDEL', 'tinsmith:pending_queue', model)
 end

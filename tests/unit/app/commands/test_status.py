@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import redis
@@ -71,6 +72,37 @@ def test_a_worker_and_a_run_are_a_line_each_with_the_whole_id(
     assert sampler[:3] == ["sampler-0", "stalled", "2"]
     [found] = [line.split() for line in lines if line.startswith(RUN)]
     assert found == [RUN, "LoRA", "32", "42", "0", "trainer-0", "5m"]
+
+
+def trained(client: redis.Redis, records: RedisRecords, now: float) -> None:
+    """Two steps of two calls each, the newest now."""
+    run(records, steps="2", trained_tokens="4000")
+    for seq in range(1, 5):
+        kind = "optim_step" if seq % 2 == 0 else "forward_backward"
+        metrics = {"grad_norm": 1.0} if seq % 2 == 0 else {"loss:sum": 3000.0 / seq}
+        point = {"metrics": metrics, "tokens": 2000 * (seq % 2), "weight": 1000.0 * (seq % 2), "seconds": 0.5}
+        fields = {"seq": str(seq), "kind": kind, "point": json.dumps(point)}
+        client.xadd(keys.progress(RUN), cast(Any, fields), id=f"{int(1000 * now) + 2000 * (seq - 4)}-0")
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_run_that_trains_has_its_step_loss_and_rate(
+    columns: int, records: RedisRecords, client: redis.Redis, shown: Callable[..., list[str]]
+) -> None:
+    trained(client, records, records.now())
+    lines = shown(columns=columns)
+    assert max(map(len, lines)) <= columns and "\x1b" not in "".join(lines)
+    at = next(at for at, line in enumerate(lines) if line.startswith(RUN))
+    assert lines[at + 1].strip() == "step 2, loss 1, 333 tokens/s"
+
+
+def test_a_run_that_pauses_has_no_rate(
+    records: RedisRecords, client: redis.Redis, shown: Callable[..., list[str]]
+) -> None:
+    trained(client, records, records.now() - 3600)
+    assert "  step 2, loss 1" in [line.rstrip() for line in shown()]
+    [found] = json.loads("\n".join(shown("--json")))["runs"]
+    assert [found[name] for name in ("steps", "trained_tokens", "loss", "tokens_per_s")] == [2, 4000, 1.0, None]
 
 
 def test_json_has_the_same_facts(records: RedisRecords, shown: Callable[..., list[str]]) -> None:

@@ -1,0 +1,101 @@
+"""The progress of a run: points for its curves, made of what its committed calls answered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from app.domain.ops import FORWARD_BACKWARD, ForwardBackward, OptimStep
+from app.domain.results import CriticOutput, ForwardBackwardOutput, OptimStepOutput, Output
+
+LOSS_SUM = "loss:sum"
+# A custom loss may answer thousands of metrics, and each run keeps 1,000 points.
+_MOST_METRICS = 16
+# A longer pause between two calls is no part of the training.
+_IDLE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What one forward_backward or optim_step answered. `tokens`: those of the batch. `weight`: the sum of their
+    weights in the loss; without weights the number of tokens with an advantage, or else of targets. `seconds`: the
+    duration of the pass that ran it, maybe with calls of other runs. `at`: unix time of the commit by the state
+    server's clock, 0 before it."""
+
+    kind: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    weight: float = 0.0
+    seconds: float = 0.0
+    seq: int = -1
+    at: float = 0.0
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss of a token; None for a call without a loss."""
+        total = self.metrics.get(LOSS_SUM)
+        return total / self.weight if total is not None and self.weight else None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The progress of a run: the optimizer steps and the tokens of its forward_backward calls since it was made, and
+    its newest points, the oldest first."""
+
+    steps: int
+    trained_tokens: int
+    points: Sequence[Point]
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss of a token in the newest batch: the last forward_backward calls without a step between
+        them. None if they have no weight."""
+        batch: list[Point] = []
+        for point in reversed(self.points):
+            if point.kind == FORWARD_BACKWARD:
+                batch.append(point)
+            elif batch:
+                break
+        weight = math.fsum(point.weight for point in batch)
+        return math.fsum(point.metrics.get(LOSS_SUM, 0.0) for point in batch) / weight if weight else None
+
+    def tokens_per_s(self, now: float) -> float | None:
+        """Trained tokens a second, pauses between calls included, over the points since the last pause of ten minutes;
+        None if that are fewer than two, or if the run pauses now."""
+        busy: list[Point] = []
+        later = now
+        for point in reversed(self.points):
+            if later - point.at > _IDLE_S:
+                break
+            busy.append(point)
+            later = point.at
+        passed = busy[0].at - busy[-1].at if busy else 0.0
+        return sum(point.tokens for point in busy[:-1]) / passed if passed else None
+
+
+def point_of(op: object, output: Output) -> Point | None:
+    """The point of an Op that ran; None for a kind without one."""
+    match op, output:
+        case ForwardBackward(forward_only=False), ForwardBackwardOutput() | CriticOutput():
+            return Point(op.kind, _some(output.metrics), len(op.batch.tokens.values), _weight(op))
+        case OptimStep(), OptimStepOutput():
+            return Point(op.kind, _some(output.metrics))
+    return None
+
+
+def _some(metrics: Mapping[str, float]) -> dict[str, float]:
+    """At most _MOST_METRICS metrics, the loss among them, in six digits."""
+    names = sorted(metrics, key=lambda name: name != LOSS_SUM)[:_MOST_METRICS]
+    return {name: float(f"{metrics[name]:.6g}") for name in names}
+
+
+def _weight(op: ForwardBackward) -> float:
+    inputs = op.batch.inputs
+    if "weights" in inputs:
+        return float(np.sum(inputs["weights"].values, dtype=np.float64))
+    if "advantages" in inputs:
+        return float(np.count_nonzero(inputs["advantages"].values))
+    return float(len(inputs["target_tokens"].values))
