@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from app.commands.connection import reached, settings_of
+from app.domain.progress import described
 from app.domain.records import Model, Worker
 from app.settings import Settings
 from app.stack.config import Options
@@ -52,7 +53,7 @@ class WorkerState:
 class RunState:
     """A training run. `calls` have ended, and `waiting` calls have not. `worker` holds the run in memory; empty if none
     does. `idle_s`: since its last call arrived. `loss` of a token in the newest batch; None before the first.
-    `tokens_per_s`: None while it pauses."""
+    `tokens_per_s`: None while it pauses. `progress` has these in words; empty before the first call."""
 
     id: str
     base_model: str
@@ -68,6 +69,7 @@ class RunState:
     trained_tokens: int = 0
     loss: float | None = None
     tokens_per_s: float | None = None
+    progress: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ def _runs(
         yield RunState(
             id=model_id,
             base_model=model.base_model,
-            kind="critic" if model.critic else "full" if model.full else f"LoRA {model.lora.get('rank', _UNKNOWN)}",
+            kind=model.kind,
             project=model.owner,
             state=model.state,
             calls=int(fields.get("applied", -1)) + 1,
@@ -172,6 +174,7 @@ def _with_progress(records: RedisRecords, runs: list[RunState], now: float) -> l
             trained_tokens=progress.trained_tokens,
             loss=progress.loss,
             tokens_per_s=progress.tokens_per_s(now),
+            progress=described(progress, now) if progress.points else "",
         )
         for run, progress in zip(runs, found, strict=True)
     ]
@@ -207,18 +210,9 @@ def _run_table(runs: list[RunState]) -> Table:
         held = _short(run.worker) or _UNKNOWN
         where = f"{held} *" if run.running else held
         cells = (run.kind, str(run.calls), str(run.waiting), where, _duration(run.idle_s))
-        name = Text(f"{visible(run.id)}\n  {_progress(run)}" if run.trained_tokens or run.steps else visible(run.id))
-        table.add_row(name, *(Text(visible(cell)) for cell in cells))
+        name = visible(run.id) + (f"\n  {run.progress}" if run.progress else "")
+        table.add_row(Text(name), *(Text(visible(cell)) for cell in cells))
     return table
-
-
-def _progress(run: RunState) -> str:
-    parts = [f"step {run.steps}"]
-    if run.loss is not None:
-        parts.append(f"loss {run.loss:.4g}")
-    if run.tokens_per_s is not None:
-        parts.append(f"{run.tokens_per_s:.0f} tokens/s")
-    return ", ".join(parts)
 
 
 def _table(*headers: str) -> Table:

@@ -63,8 +63,8 @@ class Progress:
         return math.fsum(point.metrics.get(LOSS_SUM, 0.0) for point in batch) / weight if weight else None
 
     def tokens_per_s(self, now: float) -> float | None:
-        """Trained tokens a second, pauses between calls included, over the points since the last pause of ten minutes;
-        None if that are fewer than two, or if the run pauses now."""
+        """Trained tokens a second, short pauses between calls included, over the points since the last pause of ten
+        minutes; None if the run pauses now."""
         busy: list[Point] = []
         later = now
         for point in reversed(self.points):
@@ -72,8 +72,19 @@ class Progress:
                 break
             busy.append(point)
             later = point.at
-        passed = busy[0].at - busy[-1].at if busy else 0.0
-        return sum(point.tokens for point in busy[:-1]) / passed if passed else None
+        passed = busy[0].at - busy[-1].at + busy[-1].seconds if busy else 0.0
+        return sum(point.tokens for point in busy) / passed if passed > 0 else None
+
+
+def described(progress: Progress, now: float) -> str:
+    """The progress in a few words, at most 50 characters, at a time of the state server's clock."""
+    loss, rate = progress.loss, progress.tokens_per_s(now)
+    parts = [f"step {progress.steps}"]
+    if loss is not None:
+        parts.append(f"loss {loss:.4g}")
+    if rate is not None:
+        parts.append(f"{rate:.0f} tokens/s")
+    return ", ".join(parts)
 
 
 def point_of(op: object, output: Output) -> Point | None:

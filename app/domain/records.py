@@ -76,6 +76,11 @@ class Model:
     key: str = ""
     """The id of the API key that created the model; empty if it is unknown."""
 
+    @property
+    def kind(self) -> str:
+        """For people: critic, full, or LoRA with its rank."""
+        return "critic" if self.critic else "full" if self.full else f"LoRA {self.lora.get('rank', '-')}"
+
 
 @dataclass(frozen=True, slots=True)
 class Sampler:

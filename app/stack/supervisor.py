@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from app.errors import SetupError, TinsmithError
 from app.stack import child as stack_child
+from app.stack import memory
 from app.stack.child import Child, Command
 from app.stack.terminal import warn
 
@@ -38,20 +40,33 @@ class RestartPolicy:
 
 
 class _Watched:
-    """A child with its history: the time of its start, the number of early deaths in a row, the time of its restart,
-    and whether it ended for good."""
+    """A child with its history: the time of its start and the machine's out-of-memory kills until then, the number of
+    early deaths in a row, the time of its restart, and whether it ended for good."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: Child, oom_kills: Callable[[], int]) -> None:
         self.child = child
+        self._oom_kills = oom_kills
+        self._kills_before = 0
         self.started = 0.0
         self.failures = 0
         self.due: float | None = None
         self.ended = False
 
     def start(self) -> None:
+        self._kills_before = self._oom_kills()
         self.child.start()
         self.started = time.monotonic()
         self.due = None
+
+    def death(self, code: int) -> str:
+        """How it ended, with the cause as far as it can be known."""
+        if code >= 0:
+            return f"ended with code {code}"
+        number = -code
+        known = number in {one.value for one in signal.Signals}
+        text = f"was ended by signal {number}{f' ({signal.Signals(number).name})' if known else ''}"
+        is_short = number == signal.SIGKILL and self._oom_kills() > self._kills_before
+        return f"{text}: the kernel was out of memory" if is_short else text
 
 
 class Supervisor:
@@ -69,6 +84,7 @@ class Supervisor:
         grace_s: float = 10.0,
         inherited_fds: tuple[int, ...] = (),
         report: Callable[[str], None] = warn,
+        oom_kills: Callable[[], int] = memory.oom_kills,
     ) -> None:
         self._logs = logs
         self._stopping = stopping
@@ -76,6 +92,7 @@ class Supervisor:
         self._grace_s = grace_s
         self._fds = inherited_fds
         self._report = report
+        self._oom_kills = oom_kills
         self._tiers: list[list[_Watched]] = []
 
     def __enter__(self) -> Supervisor:
@@ -90,7 +107,7 @@ class Supervisor:
         tier: list[_Watched] = []
         self._tiers.append(tier)
         for command in commands:
-            watched = _Watched(Child(command, self._logs / f"{command.name}.log", self._fds))
+            watched = _Watched(Child(command, self._logs / f"{command.name}.log", self._fds), self._oom_kills)
             tier.append(watched)
             watched.start()
 
@@ -164,10 +181,10 @@ class Supervisor:
             return
         watched.failures = watched.failures + 1 if now - watched.started < self._policy.window_s else 1
         if watched.failures >= self._policy.tries and not patient:
-            raise TinsmithError(_gave_up(child, code, watched.failures))
+            raise TinsmithError(_gave_up(watched, code))
         delay = self._policy.delay_s(watched.failures)
         watched.due = now + delay
-        cause = _setup_error(child) if code == SETUP_ERROR_CODE else f"{child.command.name} {_ended(code)}"
+        cause = _setup_error(child) if code == SETUP_ERROR_CODE else f"{child.command.name} {watched.death(code)}"
         self._report(f"{cause}; starting it again in {delay:g} s (log: {child.log})")
 
 
@@ -178,10 +195,7 @@ def _setup_error(child: Child) -> str:
     return (named or lines or [f"{child.command.name} cannot start"])[-1]
 
 
-def _ended(code: int) -> str:
-    return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
-
-
-def _gave_up(child: Child, code: int, failures: int) -> str:
-    head = f"{child.command.name} {_ended(code)}, {failures} times in a row; the end of {child.log}:"
+def _gave_up(watched: _Watched, code: int) -> str:
+    child = watched.child
+    head = f"{child.command.name} {watched.death(code)}, {watched.failures} times in a row; the end of {child.log}:"
     return "\n".join([head, *(f"  {line}" for line in child.tail(_TAIL_LINES))])

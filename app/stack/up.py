@@ -37,6 +37,7 @@ from app.stack import checks, config, placement, valkey
 from app.stack.child import Command
 from app.stack.config import Options
 from app.stack.data_folder import DataFolder, write_private
+from app.stack.run_news import RunNews
 from app.stack.supervisor import Supervisor
 from app.stack.terminal import show, warn
 from app.stores.redis.client import connect
@@ -84,7 +85,7 @@ def up(options: Options) -> int:
             _cleared_transfers(plan.settings),
             Supervisor(folder.logs, stopping, inherited_fds=(folder.lock_fd,)) as supervisor,
         ):
-            _run(supervisor, plan, say)
+            _run(supervisor, plan, say, None if options.quiet else stopping)
     return 0
 
 
@@ -123,7 +124,8 @@ def prepare(
     return Plan(settings, settings_file, servers)
 
 
-def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None]) -> None:
+def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None], until: threading.Event | None = None) -> None:
+    """Starts the processes and watches them. With `until`, prints news of runs until it is set."""
     redis_url, broker_url = plan.settings.redis.url, plan.settings.broker_url
     supervisor.start(plan.servers)
     if not supervisor.run_until(lambda: valkey.answers(redis_url) and valkey.answers(broker_url)):
@@ -153,8 +155,17 @@ def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None]) -> None
             _say_base_models(plan.settings, bases, say)
             show(f"ready {url}")
     if served:
+        if until is not None:
+            _follow_runs(redis_url, say, until)
         supervisor.run()
     say("stopping")
+
+
+def _follow_runs(redis_url: str, say: Callable[[str], None], until: threading.Event) -> None:
+    """Prints news of runs from a thread of its own: a state server that hangs must not keep dead processes waiting."""
+    client = connect(redis_url)
+    news = RunNews(RedisRecords(client), client, say)
+    threading.Thread(target=news.follow, args=(until,), name="news", daemon=True).start()
 
 
 class _Starting:

@@ -10,11 +10,13 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from app import cli
 from app.errors import TinsmithError
 from app.settings import Settings
+from app.stack import memory
 from app.stack import up as stack_up
 from app.stack.child import Command
 from app.stack.supervisor import RestartPolicy, Supervisor
@@ -29,17 +31,19 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def supervise(logs: str, programs: str, ready: str = "", window_s: str = "60") -> int:
+def supervise(logs: str, programs: str, ready: str = "", window_s: str = "60", kills: str = "") -> int:
     """Keeps Python programs (JSON: a list of [name, code, argument...]) running; prints `up` when all are started.
 
-    `ready`: not empty for a stack that has been ready.
+    `ready`: not empty for a stack that has been ready. `kills`: the file with the machine's out-of-memory kills.
     """
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    nowhere = Path("/nowhere")
+    oom_kills = partial(memory.oom_kills, nowhere, nowhere, Path(kills or nowhere))
     policy = RestartPolicy(tries=3, window_s=float(window_s), first_delay_s=0.01, longest_delay_s=0.02)
     commands = [Command(name, (sys.executable, "-c", *rest)) for name, *rest in json.loads(programs)]
     try:
-        with Supervisor(Path(logs), stopping, policy=policy, grace_s=0.5) as supervisor:
+        with Supervisor(Path(logs), stopping, policy=policy, grace_s=0.5, oom_kills=oom_kills) as supervisor:
             supervisor.start(commands)
             print("up", flush=True)
             supervisor.run() if ready else supervisor.run_until(lambda: False)

@@ -25,9 +25,9 @@ for new_session in (False, True):
 
 @contextmanager
 def supervised(
-    tmp_path: Path, *programs: tuple[str, ...], ready: str = "", window_s: float = 60
+    tmp_path: Path, *programs: tuple[str, ...], ready: str = "", window_s: float = 60, kills: str = ""
 ) -> Iterator[subprocess.Popen[str]]:
-    process = start("supervise", str(tmp_path), json.dumps(programs), ready, str(window_s))
+    process = start("supervise", str(tmp_path), json.dumps(programs), ready, str(window_s), kills)
     try:
         yield process
     finally:
@@ -55,6 +55,27 @@ def test_a_killed_child_is_started_again(tmp_path):
         assert eventually(lambda: len(numbers(pids)) == 1)
         subprocess.run(["kill", "-9", str(numbers(pids)[0])], check=True)
         assert eventually(lambda: len(numbers(pids)) == 2)
+
+
+@pytest.mark.parametrize(
+    ("number", "kills", "cause"),
+    [
+        (9, 0, "was ended by signal 9 (SIGKILL)"),
+        (9, 1, "was ended by signal 9 (SIGKILL): the kernel was out of memory"),
+        (11, 1, "was ended by signal 11 (SIGSEGV)"),
+    ],
+)
+def test_a_death_is_reported_with_its_cause(tmp_path, number, kills, cause):
+    pids, counted = tmp_path / "pids", tmp_path / "vmstat"
+    counted.write_text("nr_free_pages 7\noom_kill 3\n")
+    with supervised(tmp_path, ("worker", SLEEP, str(pids)), kills=str(counted)) as process:
+        assert eventually(lambda: len(numbers(pids)) == 1)
+        counted.write_text(f"nr_free_pages 7\noom_kill {3 + kills}\n")
+        subprocess.run(["kill", f"-{number}", str(numbers(pids)[0])], check=True)
+        assert eventually(lambda: len(numbers(pids)) == 2)
+        assert stop(process) == 0
+        said = process.stderr.read()
+    assert said == f"worker {cause}; starting it again in 0.01 s (log: {tmp_path / 'worker.log'})\n"
 
 
 def test_a_child_that_keeps_dying_ends_the_stack_with_the_end_of_its_log(tmp_path):

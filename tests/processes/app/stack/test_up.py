@@ -18,13 +18,14 @@ import pytest
 import redis
 
 from app import settings as settings_module
-from app.domain.records import BaseModelInfo, Worker
+from app.domain.records import BaseModelInfo, Model, Worker
 from app.services.base_models import BaseModels
 from app.settings import BaseModelSettings, Settings, hash_key
 from app.stack import checks, up
 from app.stack.config import Options, resolve
 from app.stack.data_folder import DataFolder
 from app.stack.up import Plan, prepare
+from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords, dump
 from tests.processes.app.stack.running import alive, start
@@ -167,6 +168,16 @@ def test_a_start_says_where_the_data_is_and_what_it_starts(tmp_path, model):
     where, starts, *_ = said_of_a_start(tmp_path / "data", model)
     assert where.startswith(f"data in {tmp_path / 'data'}, logs in ")
     assert starts == "starting valkey, broker, trainer-0"
+
+
+def test_a_stack_that_is_ready_tells_of_a_run_that_starts(tmp_path, model):
+    with stack(tmp_path / "data", model) as (process, _), state_server(tmp_path / "data") as client:
+        records, session = RedisRecords(client), "8e7b807b-6464-4143-b786-c55fc61da05a"
+        run = Model("project", session, "small", records.now(), "ready", {"rank": 8})
+        records.put(Model.namespace, f"{session}:train:0", dump(run))
+        client.zadd(keys.SESSIONS_HEARD, {session: 1})
+        line = next(line for line in process.stderr if line.startswith("run "))
+    assert line == "run 8e7b807b:0 starts: LoRA 8 of small, project project\n"
 
 
 def test_a_quiet_start_says_nothing(tmp_path, model):

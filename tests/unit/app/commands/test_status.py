@@ -93,7 +93,7 @@ def test_a_run_that_trains_has_its_step_loss_and_rate(
     lines = shown(columns=columns)
     assert max(map(len, lines)) <= columns and "\x1b" not in "".join(lines)
     at = next(at for at, line in enumerate(lines) if line.startswith(RUN))
-    assert lines[at + 1].strip() == "step 2, loss 1, 333 tokens/s"
+    assert lines[at + 1].strip() == "step 2, loss 1, 615 tokens/s"
 
 
 def test_a_run_that_pauses_has_no_rate(

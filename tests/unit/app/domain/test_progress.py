@@ -23,7 +23,7 @@ def answered(**metrics: float) -> ForwardBackwardOutput:
 
 
 def gradient(at: float, loss: float, weight: float = 1.0, tokens: int = 100) -> Point:
-    return Point("forward_backward", {"loss:sum": loss}, tokens, weight, at=at)
+    return Point("forward_backward", {"loss:sum": loss}, tokens, weight, seconds=2.0, at=at)
 
 
 def step(at: float) -> Point:
@@ -66,6 +66,7 @@ def test_the_loss_of_a_run_is_the_mean_over_the_parts_of_its_newest_batch() -> N
 
 def test_the_rate_leaves_out_what_was_before_a_pause_and_ends_with_one() -> None:
     before, points = gradient(10, 1), [gradient(1000, 1), step(1001), gradient(1010, 1)]
-    assert Progress(1, 0, [before, *points]).tokens_per_s(1011) == 10
+    assert Progress(1, 0, [before, *points]).tokens_per_s(1011) == 200 / 12
     assert Progress(1, 0, points).tokens_per_s(1010 + 601) is None, "it pauses"
-    assert Progress(1, 0, points[:1]).tokens_per_s(1000) is None
+    assert Progress(1, 0, points[:1]).tokens_per_s(1000) == 50, "it took two seconds"
+    assert Progress(0, 0, []).tokens_per_s(1000) is None

@@ -57,3 +57,23 @@ def test_the_embedded_server_takes_a_quarter_of_it(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(valkey, "usable_bytes", lambda: 512 * MIB)
     valkey.command("valkey", tmp_path, tmp_path / "conf", 1, "password", valkey.DURABLE)
     assert f"maxmemory {128 * MIB}\n" in (tmp_path / "conf").read_text()
+
+
+@pytest.mark.parametrize(
+    ("group", "file", "text", "found"),
+    [
+        ("0::/outer/inner\n", "outer/inner/memory.events", "low 0\noom 2\noom_kill 5\noom_group_kill 0\n", 5),
+        ("4:memory:/inner\n", "memory/inner/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 6\n", 6),
+        ("0::/outer/inner\n", "unrelated", "", 7),
+        ("4:memory:/inner\n", "memory/inner/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\n", 7),
+    ],
+)
+def test_the_kernels_kills_are_those_of_the_own_group_or_else_of_the_machine(
+    group: str, file: str, text: str, found: int, groups: Path
+):
+    machine = groups.parent / "vmstat"
+    machine.write_text("nr_free_pages 1\noom_kill 7\n")
+    (groups / file).parent.mkdir(parents=True, exist_ok=True)
+    (groups / file).write_text(text)
+    assert memory.oom_kills(groups, own(groups, group), machine) == found
+    assert memory.oom_kills(groups, own(groups, ""), groups / "nowhere") == 0
