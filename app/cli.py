@@ -78,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_up(commands)
     _add_demo(commands)
     _add_status(commands)
+    _add_logs(commands)
     _add_rebuild(commands)
     cli_admin.add_admin(commands)
     cli_admin.add_backup(commands)
@@ -118,6 +119,20 @@ def _add_status(commands: argparse._SubParsersAction[_Parser]) -> None:
     for parser in (status, top):
         parser.add_argument("--runs", type=_count, default=20, metavar="N", help="most runs to show (default 20)")
         cli_admin.add_stack_options(parser)
+
+
+def _add_logs(commands: argparse._SubParsersAction[_Parser]) -> None:
+    logs = commands.add_parser(
+        "logs",
+        help="show what is known of one call",
+        description="Show the kind, the run, the times, the state and the error of one call, and the lines that name "
+        "it in the logs of the API and the workers. The exit code is 1 if there is no such call.",
+        allow_abbrev=False,
+    )
+    logs.set_defaults(run=_logs, parser=logs)
+    logs.add_argument("request_id", metavar="REQUEST_ID", help="the id of the call's future, such as RUN:7")
+    logs.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
+    cli_admin.add_stack_options(logs)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -270,6 +285,12 @@ def _top(arguments: argparse.Namespace) -> int:
     from app.commands.status import top
 
     return top(cli_admin.options(arguments), runs=arguments.runs)
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    from app.commands.logs import logs
+
+    return logs(cli_admin.options(arguments), arguments.request_id, as_json=arguments.as_json)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

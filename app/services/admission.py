@@ -129,10 +129,11 @@ class AdmissionService:
         except (NotFound, Forbidden):
             return
         if 1 <= seq <= MAX_SEQ and self._oplog.refuse(model_id, seq, reason, kind):
-            log.info("refused", extra={"model_id": model_id, "seq": seq})
+            request_id = ids.request_id(model_id, seq)
+            log.info("refused", extra={"request_id": request_id, "model_id": model_id, "seq": seq})
             # The calls that wait behind it were dispatched and turned away once already.
             queue = train_queue(model.base_model, full=model.full)
-            self._dispatcher.send(CATCH_UP, ids.request_id(model_id, seq), model_id, queue)
+            self._dispatcher.send(CATCH_UP, request_id, model_id, queue)
 
     def _bounds(self, sampler: Sampler) -> QueueBounds | None:
         base = self._settings.base_model(sampler.base_model)

@@ -1,10 +1,11 @@
-"""`tinsmith status` shows the workers and the runs of a stack that serves."""
+"""`tinsmith status` and `tinsmith logs` show the workers, the runs and the calls of a stack that serves."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from typing import Any
 
 import tinker
 
@@ -12,16 +13,31 @@ from tests.contract.data import train
 from tests.contract.stack import BASE, Stack
 
 
+def asked(stack: Stack, *command: str) -> dict[str, Any]:
+    run = [sys.executable, "-m", "app.cli", *command, "--json", f"--data-dir={stack.data_dir}"]
+    return json.loads(subprocess.run(run, stdout=subprocess.PIPE, check=True, timeout=120).stdout)
+
+
 def test_it_shows_every_worker_and_who_holds_a_run(stack: Stack, training: tinker.TrainingClient):
     train(training, 2)
-    command = [sys.executable, "-m", "app.cli", "status", "--json", f"--data-dir={stack.data_dir}"]
-    found = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)
+    found = asked(stack, "status")
     assert {(one["role"], one["base_model"], one["healthy"]) for one in found["workers"]} >= {
         ("trainer", BASE, True),
         ("sampler", BASE, True),
     }
     [run] = [one for one in found["runs"] if one["id"] == training.model_id]
     assert run["calls"] == 5, "its creation, and two steps of two calls each"
+    assert (run["steps"], run["trained_tokens"] > 0, run["loss"] > 0, run["tokens_per_s"] > 0) == (2, True, True, True)
     assert run["worker"].startswith("trainer-") and run["waiting"] == 0
     holders = {one["name"]: one["models"] for one in found["workers"]}
     assert holders[run["worker"]] >= 1
+
+
+def test_the_logs_of_a_call_are_those_of_the_api_and_of_the_trainer_that_ran_it(
+    stack: Stack, training: tinker.TrainingClient
+):
+    train(training, 1)
+    found = asked(stack, "logs", f"{training.model_id}:1")
+    assert (found["kind"], found["state"], found["base_model"]) == ("forward_backward", "done", BASE)
+    assert {line["process"].partition("-")[0] for line in found["lines"]} == {"api", "trainer"}
+    assert found["stages"].keys() == {"waited_s", "run_s", "commit_s"}
