@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_status(commands)
     _add_logs(commands)
+    _add_cancel(commands)
     _add_rebuild(commands)
     cli_admin.add_admin(commands)
     cli_admin.add_backup(commands)
@@ -133,6 +134,22 @@ def _add_logs(commands: argparse._SubParsersAction[_Parser]) -> None:
     logs.add_argument("request_id", metavar="REQUEST_ID", help="the id of the call's future, such as RUN:7")
     logs.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
     cli_admin.add_stack_options(logs)
+
+
+def _add_cancel(commands: argparse._SubParsersAction[_Parser]) -> None:
+    about = "end the runs and samples of a session or a project"
+    cancel = commands.add_parser(
+        "cancel",
+        help=about,
+        description=f"{about.capitalize()}. Calls that have no result yet fail, and the runs cannot be used again; "
+        "their checkpoints stay. The exit code is 1 if there is no such session or project, or if the answer is no.",
+        allow_abbrev=False,
+    )
+    cancel.set_defaults(run=_cancel, parser=cancel)
+    cancel.add_argument("target", metavar="SESSION|PROJECT", help="the id of a session or of a project")
+    cancel.add_argument("--yes", action="store_true", dest="sure", help="do not ask before")
+    cancel.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
+    cli_admin.add_stack_options(cancel)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -291,6 +308,12 @@ def _logs(arguments: argparse.Namespace) -> int:
     from app.commands.logs import logs
 
     return logs(cli_admin.options(arguments), arguments.request_id, as_json=arguments.as_json)
+
+
+def _cancel(arguments: argparse.Namespace) -> int:
+    from app.commands.cancel import cancel
+
+    return cancel(cli_admin.options(arguments), arguments.target, sure=arguments.sure, as_json=arguments.as_json)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -107,6 +107,7 @@ _SEEN = {
     *(f"tinsmith status {option}" for option in (*_STACK, "--json", "--runs")),
     *(f"tinsmith top {option}" for option in (*_STACK, "--runs")),
     *(f"tinsmith doctor {option}" for option in (*_STACK, "--json")),
+    *(f"tinsmith cancel {option}" for option in (*_STACK, "--json", "--yes", "target")),
     *(f"tinsmith logs {option}" for option in (*_STACK, "--json", "request_id")),
 }
 ADDED: dict[str, set[str]] = {

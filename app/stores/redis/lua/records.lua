@@ -106,6 +106,8 @@ return 1
 -- script: delete flags=allow-oom
 -- needs: change_record
 -- Delete a record. ARGV: namespace, id. Returns 0.
+-- A process of an earlier version leaves the progress of a run that it ends.
+if ARGV[1] == 'models' then redis.call('DEL', 'tinsmith:progress:' .. ARGV[2]) end
 change_record(ARGV[1], ARGV[2], function()
   redis.call('DEL', 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[2])
   redis.call('ZREM', 'tinsmith:index:' .. ARGV[1], ARGV[2])

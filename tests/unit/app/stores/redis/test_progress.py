@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.domain.progress import Point
+from app.domain.records import Model
 from app.errors import Fenced
 from app.settings import EngineSettings
 from app.stores.redis import keys
@@ -74,4 +75,11 @@ def test_it_is_gone_with_its_run(oplog, client):
     committed(oplog, [GRADIENT])
     assert client.exists(keys.progress(MODEL))
     RedisLifecycle(client, EngineSettings()).end_model(MODEL)
+    assert not client.exists(keys.progress(MODEL))
+
+
+def test_what_a_process_of_an_earlier_version_left_is_gone_with_the_runs_record(oplog, client):
+    committed(oplog, [GRADIENT])
+    RedisRecords(client).update(Model.namespace, MODEL, {"ended": "deleted"})
+    RedisRecords(client).delete(Model.namespace, MODEL)
     assert not client.exists(keys.progress(MODEL))
