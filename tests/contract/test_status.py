@@ -9,6 +9,8 @@ from typing import Any
 
 import tinker
 
+from app.stack.run_news import short
+from tests.contract.awaiting import await_true
 from tests.contract.data import train
 from tests.contract.stack import BASE, Stack
 
@@ -41,3 +43,17 @@ def test_the_logs_of_a_call_are_those_of_the_api_and_of_the_trainer_that_ran_it(
     assert (found["kind"], found["state"], found["base_model"]) == ("forward_backward", "done", BASE)
     assert {line["process"].partition("-")[0] for line in found["lines"]} == {"api", "trainer"}
     assert found["stages"].keys() == {"waited_s", "run_s", "commit_s"}
+
+
+def test_the_stack_tells_of_a_run_from_its_start_to_its_end(stack: Stack, training: tinker.TrainingClient):
+    run = f"run {short(training.model_id)}"
+
+    def is_told(end: str) -> bool:
+        return any(line.startswith(run) and end in line for line in list(stack.output))
+
+    await_true(lambda: is_told(f"starts: LoRA 8 of {BASE}"), "the run has begun")
+    train(training, 2)
+    await_true(lambda: is_told(": step 2, loss "), "the run has gone on")
+    assert [line for line in stack.output if len(line) > 81 and line.startswith(run)] == []
+    asked(stack, "cancel", training.model_id.partition(":")[0], "--yes")
+    await_true(lambda: is_told("has ended after 2 steps: it was deleted"), "the run has ended")
