@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from app.domain.ops import LoadWeights, Op, SaveWeights
+from app.domain.ops import FORWARD_BACKWARD, LoadWeights, Op, OptimStep, SaveWeights
 from app.domain.records import Checkpoint, Sampler, ShmTransfer
 from app.domain.results import Result
 from app.errors import BadRequest
 from app.stores.redis import keys
-from app.stores.redis.records import load
+from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import RefusalKind
 from tests.property.reference import Reference
 from tests.property.vector_backend import BREAKING, POISON, State, backward, optim_step
@@ -65,6 +65,17 @@ class Client:
         withheld = seq in self.plan and seq not in self.admitted
         if withheld and self.world.oplog.refuse(self.model, seq, f"no {seq}", kind):
             self.refused[seq] = kind
+
+    def each_success_has_one_point(self) -> None:
+        """The run's progress has each batch and step that did not fail, once and in order."""
+        [found] = RedisRecords(self.world.client).progress([self.model], 10_000)
+        trained = [
+            seq
+            for seq, result in sorted(self.seen.items())
+            if not result.failed and self.plan[seq].kind in (FORWARD_BACKWARD, OptimStep.kind)
+        ]
+        assert [point.seq for point in found.points] == trained
+        assert found.steps == sum(self.plan[seq].kind == OptimStep.kind for seq in trained)
 
     def what_was_applied_has_a_result(self) -> None:
         """Every applied Op has a result, every other Op has none, and no result ever changes."""

@@ -12,6 +12,7 @@ _LARGE = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/a
 _RESTORES = "tests/unit/workers/train/test_runner_faults.py"
 _SNAPSHOTS = "tests/unit/workers/checkpoints/test_snapshot_bounds.py"
 _PAUSES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis/test_pauses.py"
+_CANCEL = "tests/unit/app/commands/test_cancel.py"
 _STOP = "tests/processes/workers/process/test_orderly_stop.py"
 
 MUTANTS = (
@@ -269,6 +270,20 @@ MUTANTS = (
         "if not op or (found and left < 0):",
         "if not op:",
         f"{_BOUNDS}::test_a_replay_reads_few_bytes_at_once",
+    ),
+    Mutant(
+        "cancel: a question before",
+        "app/commands/cancel.py",
+        "            if not sure:",
+        "            if False:",
+        f"{_CANCEL}::test_it_asks_before_and_no_ends_nothing",
+    ),
+    Mutant(
+        "cancel: a copy of a checkpoint is no run",
+        "app/commands/cancel.py",
+        "if not model.copied_from:",
+        "if True:",
+        f"{_CANCEL}::test_a_copy_of_a_checkpoint_is_no_run_and_stays",
     ),
     Mutant(
         "end_model: the rest of a long journal is deleted later",

@@ -151,3 +151,10 @@ def test_the_audit_log_has_each_run_that_was_ended(oplog: RedisOpLog, tinsmith: 
     assert tinsmith("mine", "--yes")[0] == 0
     entries = [entry for page in client.scan_iter("tinsmith:page:audit/mine/*") for entry in client.hvals(page)]
     assert len(entries) == 1 and b"run_delete" in entries[0] and RUN.encode() in entries[0]
+
+
+def test_a_copy_of_a_checkpoint_is_no_run_and_stays(oplog: RedisOpLog, tinsmith: Command, client: redis.Redis) -> None:
+    records, copy = RedisRecords(client), ids.model_id(MINE, 1)
+    records.put(Model.namespace, copy, dump(Model("mine", MINE, "base", 0.0, copied_from=SAVED)))
+    assert json.loads(tinsmith(MINE, "--yes", "--json")[1])["runs"] == [RUN]
+    assert "ended" not in (records.get(Model.namespace, copy) or {"ended": ""})
