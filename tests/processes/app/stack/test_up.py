@@ -28,7 +28,7 @@ from app.stack.up import Plan, prepare
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords, dump
-from tests.processes.app.stack.running import alive, start
+from tests.processes.app.stack.running import alive, eventually, start
 from tests.servers import free_port, start_valkey
 
 
@@ -182,6 +182,41 @@ def test_a_stack_that_is_ready_tells_of_a_run_that_starts(tmp_path, model):
 
 def test_a_quiet_start_says_nothing(tmp_path, model):
     assert said_of_a_start(tmp_path / "data", model, "--quiet") == []
+
+
+class ServedAtOnce:
+    """A supervisor whose processes serve at once, until they are stopped at once."""
+
+    ended = frozenset()
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def start(self, commands):
+        list(commands)
+
+    def run_until(self, condition):
+        return True
+
+    def run(self):
+        pass
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_quiet_stack_looks_for_no_news(quiet, tmp_path, model, monkeypatch):
+    followed = []
+    monkeypatch.setattr(up, "Supervisor", ServedAtOnce)
+    monkeypatch.setattr(up.RunNews, "follow", lambda _, until: followed.append(until))
+    with start_valkey(tmp_path / "valkey") as url:
+        given = {"data_dir": tmp_path / "data", "port": 0, "base_models": (("small", str(model)),), "redis": url}
+        assert up.up(Options(**given, quiet=quiet)) == 0
+    assert followed == [] if quiet else eventually(lambda: len(followed) == 1)
 
 
 def said_of_a_start(data_dir: Path, model: Path, *options: str) -> list[str]:
