@@ -103,3 +103,8 @@ def script(path: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}")
     path.chmod(0o755)
     return path
+
+
+def test_an_example_has_at_most_80_lines():
+    programs = [path for path in (ROOT / "examples").iterdir() if path.suffix in {".py", ".sh"}]
+    assert programs and [path.name for path in programs if len(path.read_text().splitlines()) > 80] == []

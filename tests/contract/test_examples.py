@@ -1,0 +1,118 @@
+"""Each program of examples/ does its work against a running stack, in short."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tinker
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.contract.data import datum, sentences, train
+from tests.contract.stack import API_KEY, BASE, Stack
+
+pytestmark = pytest.mark.parametrize("stack", ["deepspeed-1-transformers"], indirect=True)
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CONVERSATIONS, PREFERENCES = str(EXAMPLES / "pirates.jsonl"), str(EXAMPLES / "preferences.jsonl")
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(stack: Stack, tmp_path: Path) -> Run:
+    """Runs an example in an empty folder, with the server and the key in its environment; returns its output."""
+    environment = {**os.environ, "TINKER_BASE_URL": stack.url, "TINKER_API_KEY": API_KEY, "HF_HUB_OFFLINE": "1"}
+
+    def run(name: str, *arguments: str) -> str:
+        command = [sys.executable] if name.endswith(".py") else []
+        command += [str(EXAMPLES / name), *arguments]
+        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        assert ran.returncode == 0, ran.stderr
+        # A deprecated call of the SDK is no example.
+        assert "Warning" not in ran.stderr
+        return ran.stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def taught(stack: Stack) -> str:
+    """Path of an adapter that answers most prompts with one token again and again."""
+    with stack.client() as service:
+        training = service.create_lora_training_client(base_model=BASE, rank=8, seed=3).result()
+        train(training, 6, [datum([70] * 24)])
+        return training.save_weights_for_sampler("teacher").result().path
+
+
+def figures(output: str, name: str) -> list[float]:
+    """The values that the steps print under the name."""
+    return [float(value) for value in re.findall(rf"   {name} (-?[\d.]+)", output)]
+
+
+def saved(output: str) -> str:
+    """The path that the example prints at its end."""
+    (path,) = re.findall(r"^sample it as: (tinker://\S+)$", output, re.MULTILINE)
+    return path
+
+
+def can_sample(service: tinker.ServiceClient, path: str) -> bool:
+    prompt = tinker.ModelInput.from_ints(sentences(1)[0])
+    sampler = service.create_sampling_client(model_path=path).result()
+    return bool(sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=2)).result().sequences)
+
+
+def test_sft_lowers_the_loss_and_downloads_an_adapter_that_peft_loads(
+    run: Run, service: tinker.ServiceClient, stack: Stack, tmp_path: Path
+):
+    output = run("sft.py", CONVERSATIONS, "--steps=6", "--learning-rate=1e-2", f"--out={tmp_path / 'adapter'}")
+    losses = figures(output, "loss")
+    assert len(losses) == 6 and losses[-1] < losses[0] - 1
+    assert can_sample(service, saved(output))
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(stack.base_path), tmp_path / "adapter")
+
+
+def test_sft_downloads_a_merged_model_that_transformers_loads(run: Run, tmp_path: Path):
+    run("sft.py", CONVERSATIONS, "--steps=1", "--merged", f"--out={tmp_path / 'model'}")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+def test_rl_raises_the_reward(run: Run, service: tinker.ServiceClient):
+    output = run("rl.py", "--steps=5", "--learning-rate=2e-2")
+    rewards = figures(output, "reward")
+    assert len(rewards) == 5 and rewards[-1] > 2 * rewards[0]
+    assert can_sample(service, saved(output))
+
+
+def test_dpo_widens_the_margin_from_zero(run: Run, service: tinker.ServiceClient):
+    output = run("dpo.py", PREFERENCES, "--steps=3")
+    margins = figures(output, "margin")
+    assert margins[0] == 0 and margins[-1] > 0.05
+    assert can_sample(service, saved(output))
+
+
+def test_distillation_approaches_the_teacher(run: Run, service: tinker.ServiceClient, taught: str):
+    output = run("distill.py", taught, CONVERSATIONS, "--steps=6", "--learning-rate=2e-2", "--tokens=16")
+    divergences = figures(output, "KL")
+    assert len(divergences) == 6 and divergences[-1] < 0.8 * divergences[0]
+    assert can_sample(service, saved(output))
+
+
+def test_a_student_that_equals_its_teacher_has_no_divergence(run: Run):
+    """The base itself, which the student equals at its first step."""
+    output = run("distill.py", BASE, CONVERSATIONS, "--steps=1", "--tokens=8")
+    assert figures(output, "KL") == [pytest.approx(0, abs=1e-3)]
+
+
+def test_the_openai_client_prints_an_answer(run: Run, taught: str):
+    assert run("openai_client.py", taught, "How do I sleep better?").strip()
+
+
+def test_curl_lists_the_models_and_prints_an_answer(run: Run):
+    listed, answered = run("curl.sh", BASE).splitlines()
+    assert f'"id":"{BASE}"' in listed
+    assert '"choices":' in answered
