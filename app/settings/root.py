@@ -18,7 +18,9 @@ _THIS_MACHINE = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class Settings(Section):
-    data_dir: Path = Path("tinsmith-data")
+    data_dir: Path = Field(
+        Path("tinsmith-data"), description="folder of all that the stack keeps, but for other servers"
+    )
     api_keys: tuple[str, ...] = Field((), repr=False, description="sha256 hex digests of valid API keys")
     url_secret: str = Field(
         "", repr=False, description="secret that signs download URLs of the folder store, and tokens"

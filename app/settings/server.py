@@ -14,8 +14,8 @@ SENTINEL_SCHEMES = ("redis+sentinel://", "rediss+sentinel://")
 
 
 class ApiSettings(Section):
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=0, le=65535)
+    host: str = Field("127.0.0.1", description="address on which the API listens; 0.0.0.0: every one of this machine")
+    port: int = Field(8000, ge=0, le=65535, description="port of the API")
     public_url: str = Field(
         "", description="URL of this server for clients, used in signed URLs; empty means http://host:port"
     )
@@ -85,9 +85,9 @@ class StoreSettings(Section):
         "", description="file:///folder, or http(s)://host:port/bucket of an S3 server; empty: data_dir/objects"
     )
     public_url: str = Field("", description="URL of the store for clients, used in signed S3 URLs; empty means url")
-    access_key: str = Field("", repr=False)
-    secret_key: str = Field("", repr=False)
-    region: str = "us-east-1"
+    access_key: str = Field("", repr=False, description="access key of an S3 server")
+    secret_key: str = Field("", repr=False, description="secret key of an S3 server")
+    region: str = Field("us-east-1", description="region of an S3 server")
 
 
 class RedisSettings(Section):

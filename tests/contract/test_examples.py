@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import tinker
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.contract.data import datum, sentences, train
 from tests.contract.stack import API_KEY, BASE, Stack
@@ -66,6 +67,17 @@ def can_sample(service: tinker.ServiceClient, path: str) -> bool:
     return bool(sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=2)).result().sequences)
 
 
+def preference(sampler: tinker.SamplingClient, stack: Stack) -> float:
+    """Logprob of the chosen answer to the first prompt, less that of the rejected one."""
+    row = json.loads(Path(PREFERENCES).read_text().splitlines()[0])
+    tokenizer = AutoTokenizer.from_pretrained(stack.base_path)
+    asked = [{"role": "user", "content": row["prompt"]}]
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    wholes = [tinker.ModelInput.from_ints(tokenizer.encode(prompt + row[side])) for side in ("chosen", "rejected")]
+    scores = [sampler.compute_logprobs(whole).result()[len(tokenizer.encode(prompt)) :] for whole in wholes]
+    return sum(scores[0]) - sum(scores[1])
+
+
 def test_sft_lowers_the_loss_and_downloads_an_adapter_that_peft_loads(
     run: Run, service: tinker.ServiceClient, stack: Stack, tmp_path: Path
 ):
@@ -78,6 +90,7 @@ def test_sft_lowers_the_loss_and_downloads_an_adapter_that_peft_loads(
 
 def test_sft_downloads_a_merged_model_that_transformers_loads(run: Run, tmp_path: Path):
     run("sft.py", CONVERSATIONS, "--steps=1", "--merged", f"--out={tmp_path / 'model'}")
+    assert not (tmp_path / "model" / "adapter_config.json").exists(), "transformers would load that with its base"
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")
 
 
@@ -88,11 +101,12 @@ def test_rl_raises_the_reward(run: Run, service: tinker.ServiceClient):
     assert can_sample(service, saved(output))
 
 
-def test_dpo_widens_the_margin_from_zero(run: Run, service: tinker.ServiceClient):
+def test_dpo_prefers_the_chosen_answer_more_than_before(run: Run, service: tinker.ServiceClient, stack: Stack):
     output = run("dpo.py", PREFERENCES, "--steps=3")
     margins = figures(output, "margin")
     assert margins[0] == 0 and margins[-1] > 0.05
-    assert can_sample(service, saved(output))
+    before = preference(service.create_sampling_client(base_model=BASE).result(), stack)
+    assert preference(service.create_sampling_client(model_path=saved(output)).result(), stack) > before + 0.5
 
 
 def test_distillation_approaches_the_teacher(run: Run, service: tinker.ServiceClient, taught: str):

@@ -1,0 +1,43 @@
+"""The pages of docs/: each is in the site, and that of the settings says what the code says."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from app.settings import Settings
+from ops import settings_reference
+from tests.unit.ops.compose import ROOT
+
+DOCS = ROOT / "docs"
+
+
+def test_the_page_of_settings_is_made_from_the_code():
+    assert settings_reference.PATH.read_text() == settings_reference.text(), "run `make docs`"
+
+
+def test_every_setting_has_a_row_with_a_description():
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \| (.+) \|$", settings_reference.text(), re.MULTILINE)
+    schema = Settings.model_json_schema()
+    sections = [schema, *schema["$defs"].values()]
+    settings = [name for section in sections for name, found in section["properties"].items() if plain(found)]
+    assert sorted(name for name, *_ in rows) == sorted(settings)
+    assert [name for name, _, _, text in rows if not text.strip()] == []
+
+
+def plain(found: dict[str, Any]) -> bool:
+    """False for a section, and a list of sections."""
+    return "$ref" not in str(found)
+
+
+def test_the_site_shows_every_page():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = {page for part in nav for page in ([part] if isinstance(part, str) else next(iter(part.values())))}
+    assert {path.name for path in DOCS.glob("*.md")} <= listed
+    assert {page for page in listed if not (DOCS / page).exists()} == {
+        path.name for path in ROOT.glob("*.md") if path.name != "README.md"
+    }
+    decisions = (DOCS / "decisions" / "README.md").read_text()
+    assert [path.name for path in (DOCS / "decisions").glob("0*.md") if f"({path.name})" not in decisions] == []
