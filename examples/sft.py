@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tunes an adapter on conversations.")
     parser.add_argument("data", type=Path, help="a .jsonl file of conversations")
     parser.add_argument("--model", help="name of a base model of the server; default: its first")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--batch", type=int, default=8, help="conversations a step")
     parser.add_argument("--rank", type=int, default=16, help="rank of the adapter")
     parser.add_argument("--learning-rate", type=float, default=1e-3)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
 
 from app.domain import ops
 from app.stores.redis.journal import RedisOpLog
+from tests.contract.snippets import as_here, blocks, run
 from tests.contract.stack import BASE, Stack, running
 from tests.models import byte_tokenizer
 from tests.parity import architectures
@@ -52,6 +55,11 @@ def test_spans_of_a_sample_bring_its_routes_to_the_trainer(stack: Stack) -> None
             seqs = (journal.entry(training.model_id, seq) for seq in range(1, 4))
             batches = [ops.decode(entry.payload).batch for entry in seqs if entry and entry.kind == "forward_backward"]
         assert [batch.routes.shapes for batch in batches] == [((10, 2, 2),)]
+
+
+def test_the_program_of_the_page_runs(stack: Stack, tmp_path: Path) -> None:
+    (program,) = [block.text for block in blocks() if (block.page, block.kind) == ("router-replay.md", "python")]
+    run([sys.executable, "-c", as_here(program, stack)], stack, tmp_path)
 
 
 def datum_of(sample: tinker.SampledSequence) -> types.Datum:
