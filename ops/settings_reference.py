@@ -18,6 +18,43 @@ One TOML file has the settings: `tinsmith up --config tinsmith.toml`. An unknown
 checks a file. Secrets may come from the environment instead: `TINSMITH_REDIS_URL`, `TINSMITH_BROKER_URL`,
 `TINSMITH_S3_ACCESS_KEY`, `TINSMITH_S3_SECRET_KEY` and `TINSMITH_API_KEY`.
 
+```toml
+data_dir = "/srv/tinsmith"
+
+[api]
+host = "0.0.0.0"
+public_url = "https://tinsmith.example.org"
+
+[store]                                # default: a folder under data_dir
+url = "https://s3.example.org/tinsmith"  # keys: TINSMITH_S3_ACCESS_KEY, TINSMITH_S3_SECRET_KEY
+
+[[base_models]]
+name = "Qwen/Qwen3-8B"
+path = "/models/qwen3-8b"
+max_context = 16384
+max_rank = 64
+
+[base_models.trainer]
+devices = [0, 1]
+ranks = 2
+zero_stage = 3
+
+[base_models.full]                     # leave it out for LoRA alone
+devices = [3, 4]
+ranks = 2
+zero_stage = 3
+
+[base_models.sampler]
+backend = "vllm"
+devices = [2]                          # by nvidia-smi's numbers; leave all `devices` out for free ones
+memory_share = 0.9
+engine_args = { enable_prefix_caching = true }
+
+[base_models.full_sampler]             # samples what [base_models.full] trains
+backend = "vllm"
+devices = [5]
+```
+
 `make docs` writes this page from `app/settings/`.
 """
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}

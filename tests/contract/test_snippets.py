@@ -21,7 +21,7 @@ ELSEWHERE = {
     "README.md: sudo apt install": "tests/first_hour/demo.py runs `make demo` in CI",
     "README.md: make test": "CI runs it, and this test in it",
     "README.md: make setup": "`make demo` does it; the fixture of these tests runs `tinsmith up`",
-    "README.md: tinsmith up": "a model of 1.2 GB; the fixture of these tests runs `tinsmith up` with a tiny one",
+    "README.md: .venv/bin/tinsmith up": "a download of 1.2 GB; the fixture runs `tinsmith up` with a tiny model",
     "containers.md": "Docker and the network; `make compose-train` runs the same stack",
     "examples.md": "test_examples.py runs each example",
     "imports.md: tinsmith import": "test_imports.py runs it on adapters of its own",

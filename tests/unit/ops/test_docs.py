@@ -41,3 +41,8 @@ def test_the_site_shows_every_page():
     }
     decisions = (DOCS / "decisions" / "README.md").read_text()
     assert [path.name for path in (DOCS / "decisions").glob("0*.md") if f"({path.name})" not in decisions] == []
+
+
+def test_the_first_page_links_to_every_page():
+    links = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text()))
+    assert links == {path.name for path in DOCS.glob("*.md") if path.name != "index.md"}
