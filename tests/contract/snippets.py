@@ -21,6 +21,7 @@ _INDENTED = re.compile(r"(?<=\n\n)(?: {4,}\S.*\n+)+")
 _SHOWN = ("{", "<", "tinker SDK ──HTTP──▶", "services:")
 # Names in the pages, and those of the stack under test.
 _MODELS = ("HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-0.6B")
+_SERVERS = ("http://127.0.0.1:8000", "http://tinsmith.example.org:8000")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ def as_here(text: str, stack: Stack) -> str:
     """The text with the URL and the base model of the stack."""
     for model in _MODELS:
         text = text.replace(model, BASE)
-    return text.replace("http://127.0.0.1:8000", stack.url)
+    for server in _SERVERS:
+        text = text.replace(server, stack.url)
+    return text
 
 
 def run(command: list[str], stack: Stack, folder: Path) -> str:
@@ -77,7 +80,9 @@ def _furnish(folder: Path, stack: Stack) -> None:
     model = folder / BASE
     model.parent.mkdir()
     model.symlink_to(stack.base_path)
-    program = folder / "bin" / "tinsmith"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m app.cli "$@"\n')
-    program.chmod(0o755)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    for name, arguments in (("tinsmith", "-m app.cli"), ("python", "")):
+        program = folder / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} {arguments} "$@"\n')
+        program.chmod(0o755)

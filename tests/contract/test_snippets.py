@@ -29,7 +29,6 @@ ELSEWHERE = {
     "router-replay.md: import tinker": "test_router_replay.py runs it on a model with experts",
     "servers.md: mkdir /srv/objects": "root, and a group of the reader's",
     "setup.md: tinsmith doctor": "the reader's own file; tests/unit/app/commands/test_doctor.py has many",
-    "tokenizers.md": "another machine; test_hub.py and test_recipes.py run clients with these variables",
 }
 # Names that the reader replaces.
 FILLED = {"project-1a2b3c4d5e6f": "$PROJECT", "0f1e2d3c4b5a": "$KEY_ID", " KEY_ID ": " $KEY_ID "}

@@ -46,3 +46,9 @@ def test_the_site_shows_every_page():
 def test_the_first_page_links_to_every_page():
     links = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text()))
     assert links == {path.name for path in DOCS.glob("*.md") if path.name != "index.md"}
+
+
+def test_what_is_inside_a_list_is_indented_by_four_as_python_markdown_needs():
+    pages = [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]
+    lists = re.compile(r"^ {2,3}[-*] .*|(?<=\n\n) {5,7}\S.*", re.MULTILINE)
+    assert [(page.name, found) for page in pages for found in lists.findall(page.read_text())] == []
