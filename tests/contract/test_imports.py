@@ -18,6 +18,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from app.services.tenants.access import project_of
 from tests.contract.data import ADAM, datum, logprobs, sentences, supervised
 from tests.contract.stack import API_KEY, BASE, Stack
 from tests.models import tiny_qwen3
@@ -97,6 +98,8 @@ def test_a_damaged_file_is_refused_when_the_upload_is_finished(stack: Stack, ada
 def imported(stack: Stack, folder: Path) -> str:
     """Runs `tinsmith import` beside the stack; returns the path that it prints."""
     command = [sys.executable, "-m", "app.cli", "import", str(folder), "--base-model", BASE]
+    # Other tests on this stack make projects.
+    command += ["--project", project_of(stack.settings().api_keys[0])]
     return subprocess.check_output([*command, "--data-dir", str(stack.data_dir)], text=True).strip()
 
 

@@ -28,7 +28,7 @@ ELSEWHERE = {
     "quickstart.md": "test_quickstart.py runs the page",
     "router-replay.md: import tinker": "test_router_replay.py runs it on a model with experts",
     "servers.md: mkdir /srv/objects": "root, and a group of the reader's",
-    "setup.md: tinsmith doctor": "the reader's own file; tests/unit/app/commands/test_doctor.py has many",
+    "setup.md": "the reader's own file, runs and calls; tests/unit/app/commands runs each command",
 }
 # Names that the reader replaces.
 FILLED = {"project-1a2b3c4d5e6f": "$PROJECT", "0f1e2d3c4b5a": "$KEY_ID", " KEY_ID ": " $KEY_ID "}
