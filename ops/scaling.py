@@ -29,7 +29,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
 _TABLES = re.compile(r"(?<=<!-- ops\.scaling -->\n).*?(?=<!-- end -->)", re.DOTALL)
 STEP_TOKENS = 32_768
 _DATUM = 8192
-# Measured for Qwen3-8B, rank 32, datums of 8,192 tokens, on one H200 (ops/bench/results/gpu.json); assumed for others.
+# Of Qwen3-8B, rank 32, datums of 8,192 tokens, on one H200 (ops/bench/results/gpu.json: 0.50); assumed for others.
 MFU = 0.49
 _PEAK_FLOPS = 989e12
 # Bytes a second that a rank sends, by datasheet: NVLink in a host; between hosts eight cards of 400 Gbit/s for 8 GPUs.
