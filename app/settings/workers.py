@@ -145,11 +145,11 @@ class BaseModelSettings(Section):
     )
     max_rank: int = Field(128, ge=1, description="highest LoRA rank; vLLM reserves memory for adapters of this rank")
     router_replay: bool = Field(False, description="samplers keep each token's experts; trainers take the same ones")
-    trainer: TrainerSettings = TrainerSettings()
+    trainer: TrainerSettings = Field(TrainerSettings(), description="trainers of LoRA adapters")
     full: TrainerSettings | None = Field(
         None, description="trainers for full fine-tuning, each with one model; none by default"
     )
-    sampler: SamplerSettings = SamplerSettings()
+    sampler: SamplerSettings = Field(SamplerSettings(), description="samplers of the base model and its adapters")
     full_sampler: SamplerSettings | None = Field(
         None,
         description="samplers of fully fine-tuned models, each with one model's weights at a time; none by default",

@@ -30,6 +30,10 @@ def oom_kills(groups: Path = _GROUPS, own: Path = _OWN, machine: Path = _MACHINE
     return 0
 
 
+def gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
 def _bounds(groups: Path, own: Path) -> Iterator[int]:
     for file in _files(groups, own, _BOUND):
         with suppress(OSError, ValueError):  # no such group is seen from here, or it is "max": no bound

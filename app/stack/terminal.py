@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from typing import TextIO
 
 _TAB = "\t"
+_COLUMNS = 80
 
 
 def visible(text: str, keep: str = "") -> str:
@@ -19,6 +22,18 @@ def visible(text: str, keep: str = "") -> str:
 def row(*cells: str) -> str:
     """A line of a table. No cell can begin another cell or line."""
     return _TAB.join(map(visible, cells))
+
+
+def wrapped(text: str, indent: int = 0) -> list[str]:
+    """The text in lines of at most 80 characters, or of the terminal's width; `indent` spaces begin all but the first.
+    A longer path stays whole."""
+    return textwrap.wrap(
+        visible(text),
+        width=max(shutil.get_terminal_size((_COLUMNS, 24)).columns, _COLUMNS),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def show(*lines: str, file: TextIO | None = None) -> None:

@@ -1,0 +1,127 @@
+"""The hardware of this machine that workers can use, and the settings of workers that fit it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from app.stack import placement
+from app.stack.memory import gib, usable_bytes
+
+_CPU_FILE = Path("/proc/cpuinfo")
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
+_QUERY = ("nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits")
+# Trainer and sampler share one GPU in equal parts, with a rest for CUDA itself.
+SHARED = 0.45
+# Of a worker's memory: the rest is for activations, adapters and the KV cache.
+_MOST_WEIGHTS = 0.6
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU by nvidia-smi's number. `memory_bytes` is 0 where nvidia-smi does not tell it."""
+
+    number: int
+    name: str
+    memory_bytes: int
+
+    def __str__(self) -> str:
+        memory = f", {gib(self.memory_bytes)}" if self.memory_bytes else ""
+        return f"GPU {self.number}: {self.name}{memory}"
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """The GPUs that workers use (none: they use the CPU), the cores and the bytes of memory of this process, and
+    `bfloat16`, which is true if the CPU has instructions for it."""
+
+    gpus: tuple[Gpu, ...]
+    cores: int
+    memory_bytes: int
+    bfloat16: bool
+
+    def lines(self) -> list[str]:
+        """A line for each GPU, or one for the CPU."""
+        has = "with" if self.bfloat16 else "without"
+        cpu = f"CPU: {self.cores} cores, {gib(self.memory_bytes)} of memory, {has} instructions for bfloat16"
+        return [str(gpu) for gpu in self.gpus] or [f"no GPU that torch can use; {cpu}"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Values for the sections `trainer` and `sampler` of a base model, and a sentence on each choice."""
+
+    trainer: Mapping[str, Any]
+    sampler: Mapping[str, Any]
+    reasons: tuple[str, ...]
+
+
+def find(
+    environ: Mapping[str, str] = os.environ, driver: Path = placement.NVIDIA_GPUS, cpu_file: Path = _CPU_FILE
+) -> Hardware:
+    """Finds the hardware. Raises SetupError as `placement.visible_gpus` does."""
+    numbers = placement.visible_gpus(environ, driver)
+    names = dict(enumerate(placement.gpu_models(driver)))
+    memory = _gpu_memory() if numbers else {}
+    return Hardware(
+        tuple(Gpu(number, names.get(number, "NVIDIA GPU"), memory.get(number, 0)) for number in numbers),
+        len(os.sched_getaffinity(0)),
+        usable_bytes(),
+        bool(_BF16_FLAGS & set(cpu_file.read_text().split())),
+    )
+
+
+def layout(hardware: Hardware, weights: int) -> Layout:
+    """Divides the GPUs between one trainer and its samplers. `weights`: bytes of the base model's files, 0 if they are
+    not known.
+
+    Two GPUs and more are halved. ZeRO stage 3 and tensor parallelism divide a base that one of them cannot hold.
+    """
+    gpus = len(hardware.gpus)
+    if not gpus:
+        return Layout({}, {}, ("Trainer and sampler use the CPU.",))
+    memory = min(gpu.memory_bytes for gpu in hardware.gpus) or weights / _MOST_WEIGHTS
+    if gpus == 1:
+        fits = weights <= _MOST_WEIGHTS * SHARED * memory or not hardware.gpus[0].memory_bytes
+        share = {"memory_share": SHARED}
+        return Layout(share, share, ("Trainer and sampler share the GPU.", *_warning(weights, fits)))
+    ranks, rest = gpus // 2, gpus - gpus // 2
+    parts = next((size for size in _powers(rest) if weights <= _MOST_WEIGHTS * memory * size), _powers(rest)[-1])
+    whole = weights <= _MOST_WEIGHTS * memory
+    fits = whole or (ranks > 1 and weights <= _MOST_WEIGHTS * memory * min(ranks, parts))
+    trainer = {"ranks": ranks} | ({} if whole or ranks == 1 else {"zero_stage": 3})
+    sampler = {"count": rest // parts} | ({} if parts == 1 else {"tensor_parallel": parts})
+    said = f"{_count(ranks, 'GPU')} for the trainer, {_count(rest // parts, 'sampler')} on {_count(parts, 'GPU')} each."
+    return Layout(trainer, sampler, (said, *_warning(weights, fits)))
+
+
+def _warning(weights: int, fits: bool) -> tuple[str, ...]:
+    if fits:
+        return ()
+    return (
+        f"The weights have {gib(weights)}, which may be too much for this: docs/scaling.md has other layouts, and "
+        "docs/quantized-bases.md has bases in 4 and 8 bits.",
+    )
+
+
+def _powers(most: int) -> list[int]:
+    """The powers of two up to `most`, from 1."""
+    return [2**power for power in range(most.bit_length())]
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def _gpu_memory() -> dict[int, int]:
+    """Bytes of memory by GPU; none without nvidia-smi."""
+    try:
+        told = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=30).stdout
+        rows = [line.split(",") for line in told.splitlines()]
+        return {int(number): int(mebibytes) * 2**20 for number, mebibytes in rows}
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}

@@ -1,0 +1,107 @@
+"""The hardware that workers can use is found, and the workers of a layout have room on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.settings import BaseModelSettings, SamplerSettings, Settings, TrainerSettings
+from app.stack import hardware, placement
+from app.stack.hardware import Gpu, Hardware, layout
+
+GIB = 2**30
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a driver with two GPUs, and its nvidia-smi."""
+    for number in range(2):
+        gpu = tmp_path / "gpus" / f"0000:{number}:00.0"
+        gpu.mkdir(parents=True)
+        (gpu / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 150\n")
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 0, 81559\necho 1, 40960\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(smi.parent))
+    monkeypatch.setattr(placement, "torch_is_for_cpus", lambda: False)
+    return tmp_path / "gpus"
+
+
+def gpus(count: int, gib: int = 80) -> Hardware:
+    return Hardware(tuple(Gpu(number, "H100", gib * GIB) for number in range(count)), 8, 64 * GIB, bfloat16=True)
+
+
+def placed(found: Hardware, weights: int) -> list[tuple[TrainerSettings | SamplerSettings]]:
+    """The sections of a base model with the layout for `found`, after `tinsmith up` gave them its GPUs."""
+    parts = layout(found, weights)
+    base = BaseModelSettings(
+        name="m", path="m", trainer=TrainerSettings(**parts.trainer), sampler=SamplerSettings(**parts.sampler)
+    )
+    numbers = [gpu.number for gpu in found.gpus]
+    (done,) = placement.place(Settings(base_models=(base,)), lambda: numbers).base_models
+    placement.check(Settings(base_models=(done,)))
+    return [done.trainer, done.sampler]
+
+
+def test_gpus_have_the_memory_that_nvidia_smi_tells(driver: Path):
+    found = hardware.find({}, driver)
+    assert [str(gpu) for gpu in found.gpus] == [
+        "GPU 0: NVIDIA H100 80GB HBM3, 79.6 GiB",
+        "GPU 1: NVIDIA H100 80GB HBM3, 40.0 GiB",
+    ]
+    assert [gpu.number for gpu in hardware.find({"CUDA_VISIBLE_DEVICES": "1"}, driver).gpus] == [1]
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo Failed to initialize NVML"])
+def test_gpus_without_an_answer_of_nvidia_smi_have_no_memory_known(driver: Path, script: str):
+    (driver.parent / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    assert hardware.find({}, driver).lines()[0] == "GPU 0: NVIDIA H100 80GB HBM3"
+    (driver.parent / "bin" / "nvidia-smi").unlink()
+    found = hardware.find({"CUDA_VISIBLE_DEVICES": "0"}, driver)
+    assert found.lines() == ["GPU 0: NVIDIA H100 80GB HBM3"]
+    assert layout(found, 400 * GIB).reasons == ("Trainer and sampler share the GPU.",)
+
+
+@pytest.mark.parametrize(("flags", "said"), [("sse2 avx512_bf16", "with "), ("amx_bf16", "with "), ("fma", "without ")])
+def test_without_a_gpu_the_cpu_is_described(flags: str, said: str, tmp_path: Path):
+    (tmp_path / "cpuinfo").write_text(f"processor: 0\nflags\t\t: {flags}\n")
+    found = hardware.find({"CUDA_VISIBLE_DEVICES": ""}, tmp_path, tmp_path / "cpuinfo")
+    (line,) = found.lines()
+    assert line.startswith("no GPU that torch can use; CPU: ") and line.endswith(f"{said}instructions for bfloat16")
+    parts = layout(found, GIB)
+    assert (parts.trainer, parts.sampler) == ({}, {})
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+@pytest.mark.parametrize("weights", [0, 2 * GIB, 30 * GIB, 70 * GIB, 140 * GIB])
+def test_every_layout_has_room_on_the_gpus(count: int, weights: int):
+    trainer, sampler = placed(gpus(count), weights)
+    assert trainer.devices and sampler.devices
+
+
+@pytest.mark.parametrize(
+    ("count", "weights", "ranks", "zero_stage", "samplers", "parts"),
+    [
+        (1, 16, 1, 2, 1, 1),
+        (2, 16, 1, 2, 1, 1),
+        (8, 16, 4, 2, 4, 1),
+        (7, 16, 3, 2, 4, 1),
+        (8, 48, 4, 2, 4, 1),  # 0.6 of the GPU
+        (8, 49, 4, 3, 2, 2),
+        (8, 140, 4, 3, 1, 4),
+    ],
+)
+def test_gpus_are_halved_and_a_base_that_is_too_large_for_one_is_divided(
+    count: int, weights: int, ranks: int, zero_stage: int, samplers: int, parts: int
+):
+    trainer, sampler = placed(gpus(count), weights * GIB)
+    assert (trainer.ranks, trainer.zero_stage) == (ranks, zero_stage)
+    assert (sampler.count, sampler.tensor_parallel) == (samplers, parts)
+    assert len(layout(gpus(count), weights * GIB).reasons) == 1
+
+
+@pytest.mark.parametrize(("count", "gib"), [(1, 22), (2, 49), (3, 49), (8, 200)])
+def test_a_base_that_fits_nowhere_is_warned_of(count: int, gib: int):
+    assert f"The weights have {gib}.0 GiB, which may be too much" in layout(gpus(count), gib * GIB).reasons[-1]
