@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_PrintVersion, nargs=0, default=argparse.SUPPRESS, help="print the version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     options.add_init(commands)
+    options.add_models(commands)
     _add_up(commands)
     _add_demo(commands)
     _add_status(commands)

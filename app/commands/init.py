@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from app.commands import model_files
 from app.demo import model as bundled
 from app.errors import SetupError
 from app.settings import BaseModelSettings
 from app.settings.template import template
 from app.stack import checks, hardware
 from app.stack.data_folder import write_private
-from app.stack.terminal import show, wrapped
+from app.stack.terminal import show, visible, wrapped
 
 _ABOUT = (
     "Settings of Tinsmith, written by `tinsmith init` for this machine.",
@@ -30,12 +32,13 @@ def init(file: Path, source: str | None, *, force: bool, as_json: bool) -> int:
         raise SetupError(f"{file} exists and stays as it is; name another file, or give --force to replace it")
     checks.training(BaseModelSettings(name=bundled.NAME, path=""))
     found = hardware.find()
-    layout = hardware.layout(found, _weights(source))
     base = _base_model(source)
-    reasons = [f"The base model is {base['name'] if base else f'{bundled.NAME}, the bundled one'}.", *layout.reasons]
+    weights = model_files.weight_bytes(base["path"]) if base else 0
+    layout = hardware.layout(found, weights)
+    reasons = [_about(base, weights), *layout.reasons]
     values = {**base, "trainer": layout.trainer, "sampler": layout.sampler} if base else {}
     try:
-        write_private(file, template(values, [*_ABOUT, *found.lines(), *reasons]))
+        write_private(file, template(values, map(visible, [*_ABOUT, *found.lines(), *reasons])))
     except OSError as error:
         raise SetupError(f"cannot write {file}: {error.strerror}; name another file") from None
     start = f"tinsmith up --config {shlex.quote(str(file))}"
@@ -59,7 +62,8 @@ def _base_model(source: str | None) -> dict[str, str]:
     return base
 
 
-def _weights(source: str | None) -> int:
-    """Bytes of a folder's weights; 0 for the bundled model, which is small, and for a hub id."""
-    files = Path(source).expanduser().glob("*.safetensors") if source is not None else ()
-    return sum(file.stat().st_size for file in files)
+def _about(base: Mapping[str, str], weights: int) -> str:
+    if not base:
+        return f"The base model is {bundled.NAME}, the bundled one."
+    lacking = "" if weights else f" Its weights are not here yet: `tinsmith models add {base['path']}` downloads them."
+    return f"The base model is {base['name']}.{lacking}"

@@ -1,4 +1,4 @@
-"""Checks the files of a model's folder in Hugging Face's format, without a library that loads them."""
+"""Finds and checks the files of models in Hugging Face's format, without a library that loads them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from app.errors import BadRequest, SetupError
 from app.services.imports.full_weights import INDEX_FILE
 from app.services.imports.safetensors import check_whole
 
+# The files beside each other that transformers and vLLM read. Mistral's models have their weights a second time, in
+# consolidated.safetensors.
+_WEIGHTS = "*.safetensors"
+READ = (_WEIGHTS, "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+NOT_READ = ("*/*", "consolidated*")
 _ONE_FILE = "model.safetensors"
 _AGAIN = "download the model again"
 
@@ -26,6 +31,37 @@ def check(folder: Path) -> None:
         raise SetupError(f"{index} names no files; {_AGAIN}")
     for name in sorted(set(map(str, named.values()))):
         _check_whole(folder / name)
+
+
+def weight_bytes(source: str) -> int:
+    """Bytes of the weights of a folder, or of a hub id whose download is complete; else 0."""
+    folder = Path(source).expanduser()
+    found = folder if folder.is_dir() else _cached(source)
+    return sum(file.stat().st_size for file in found.glob(_WEIGHTS)) if found else 0
+
+
+def downloaded() -> set[str]:
+    """The hub ids of the models in the hub's cache that have weights."""
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except CacheNotFound:
+        return set()
+    return {repo.repo_id for repo in repos if repo.repo_type == "model" and weight_bytes(repo.repo_id)}
+
+
+def _cached(hub_id: str) -> Path | None:
+    """The folder of a hub id in the hub's cache, if all of its files are there."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(hub_id, local_files_only=True, allow_patterns=[_WEIGHTS], ignore_patterns=[*NOT_READ])
+        )
+    except (OSError, ValueError):
+        return None
 
 
 def _check_whole(file: Path) -> None:

@@ -1,10 +1,12 @@
-"""The arguments of the commands that prepare a stack: `tinsmith init`."""
+"""The arguments of the commands that prepare a stack: `tinsmith init` and `tinsmith models`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from app import cli_admin
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[Any]
@@ -35,6 +37,44 @@ def add_init(commands: Commands) -> None:
     )
     parser.add_argument("--force", action="store_true", help="replace a file that exists")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
+
+
+def add_models(commands: Commands) -> None:
+    models = commands.add_parser(
+        "models",
+        help="list base models, or download one",
+        description="List the base models of the settings, or of the stack that runs on the data dir, and those in the "
+        "Hugging Face hub's cache.",
+        allow_abbrev=False,
+    )
+    models.set_defaults(run=_models, parser=models)
+    models.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
+    cli_admin.add_folder_options(models)
+    add = models.add_subparsers(metavar="ACTION").add_parser(
+        "add",
+        help="download a model from the Hugging Face hub",
+        description="Check that LoRA can train the model, download it into the hub's cache (HF_HOME), and print the "
+        "lines for the config file. HF_TOKEN in the environment is used for gated and private models. Run it again to "
+        "continue a download.",
+        allow_abbrev=False,
+    )
+    add.set_defaults(run=_add_model, parser=add)
+    add.add_argument("hub_id", metavar="HUB_ID", help="the model's id, such as Qwen/Qwen3-0.6B")
+    add.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    from app.commands.models import show_models
+    from app.stack.config import Options
+
+    options = Options(config=arguments.config, data_dir=arguments.data_dir)
+    return show_models(options, as_json=arguments.as_json)
+
+
+def _add_model(arguments: argparse.Namespace) -> int:
+    from app.commands.models import add_model
+
+    return add_model(arguments.hub_id, as_json=arguments.as_json)
 
 
 def _init(arguments: argparse.Namespace) -> int:

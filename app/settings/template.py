@@ -6,7 +6,7 @@ Its text is made from the descriptions of the settings. A line of text begins wi
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import tomli_w
@@ -22,7 +22,7 @@ _BASE_MODELS = "base_models"
 Values = Mapping[str, Any]
 
 
-def template(base_model: Values, about: Sequence[str]) -> str:
+def template(base_model: Values, about: Iterable[str]) -> str:
     """The text of a config file with one base model (empty: the bundled one) below the lines `about`."""
     schema = Settings.model_json_schema()
     fields = _Fields(schema["$defs"])

@@ -103,6 +103,7 @@ _OF_IMPORT = {
 }
 _STACK = ("-h/--help", "--config", "--data-dir", "--redis", "--s3")
 _SEEN = {
+    *(f"tinsmith models {option}" for option in (*_STACK[:3], "--json", "add -h/--help", "add hub_id", "add --json")),
     *(f"tinsmith init {option}" for option in ("-h/--help", "file", "--model", "--force", "--json")),
     *(f"tinsmith flower {option}" for option in (*_STACK[:3], "--address", "--port")),
     *(f"tinsmith status {option}" for option in (*_STACK, "--json", "--runs")),

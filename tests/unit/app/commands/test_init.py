@@ -16,6 +16,7 @@ from app.stack.config import Options
 from app.stack.data_folder import DataFolder
 from app.stack.hardware import Gpu, Hardware
 from app.stack.up import prepare
+from tests.unit.app.stack.test_terminal import HOSTILE
 
 GIB = 2**30
 TWO_GPUS = Hardware(
@@ -28,6 +29,7 @@ CPU = Hardware((), 2, 16 * GIB, bfloat16=False)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(hardware, "find", lambda: CPU)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +56,8 @@ def test_output_says_what_was_found_and_how_to_start(
     assert out.replace("\n  ", " ").splitlines() == [
         "GPU 0: NVIDIA H100 80GB HBM3, 80.0 GiB",
         "GPU 1: NVIDIA H100 80GB HBM3, 80.0 GiB",
-        "The base model is Qwen/Qwen3-0.6B.",
+        "The base model is Qwen/Qwen3-0.6B. Its weights are not here yet: `tinsmith models add Qwen/Qwen3-0.6B` "
+        "downloads them.",
         "1 GPU for the trainer, 1 sampler on 1 GPU each.",
         "wrote my settings.toml; start the stack with `tinsmith up --config 'my settings.toml'`",
     ]
@@ -101,6 +104,15 @@ def test_what_cannot_be_written_is_one_line_and_no_file(
     output = capsys.readouterr()
     assert said in output.err and output.err.count("\n") == 1 and output.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_served_under_its_name_whatever_that_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    name = HOSTILE.replace("\x00", "")
+    tiny_model(tmp_path / name)
+    assert cli.main(["init", "--model", name]) == 0
+    (base,) = settings.load(Path("tinsmith.toml"), {}).base_models
+    assert (base.name, base.path) == (name, str(tmp_path / name))
+    assert capsys.readouterr().out.replace("\n", "").isprintable()
 
 
 def test_the_server_reads_the_file_and_places_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,111 @@
+"""Stand-in for downloads from the Hugging Face Hub: lists of files, and the files, of the models in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+_COMMIT = "1" * 40
+_DESCRIBED = re.compile(r"/api/models/([\w-]+/[\w-]+)(/revision/\w+)?")
+_LISTED = re.compile(r"/api/models/([\w-]+/[\w-]+)/tree/\w+")
+_FILE = re.compile(r"/([\w-]+/[\w-]+)/resolve/\w+/(.+)")
+
+
+@dataclass
+class Hub:
+    """`repos`: the folder of each model. The files of those in `gated` are refused, and the weights of those in
+    `cut_off` end early.
+    `sent`: the names of the files that were sent."""
+
+    url: str = ""
+    repos: dict[str, Path] = field(default_factory=dict)
+    gated: set[str] = field(default_factory=set)
+    cut_off: set[str] = field(default_factory=set)
+    sent: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def hub_of_models() -> Iterator[Hub]:
+    found = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(found))
+    found.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield found
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            match = next((found for form in (_DESCRIBED, _LISTED, _FILE) if (found := form.fullmatch(path))), None)
+            folder = hub.repos.get(match[1]) if match else None
+            if match is None or folder is None:
+                self._refuse(404, "RepoNotFound")
+            elif match.re is _DESCRIBED:
+                self._answer({"id": match[1], "sha": _COMMIT, "siblings": []})
+            elif match.re is _LISTED:
+                self._answer([_entry(folder, file) for file in _files(folder)])
+            elif match[1] in hub.gated:
+                self._refuse(403, "GatedRepo")
+            else:
+                self._send(match[1], folder / match[2])
+
+        def _send(self, repo: str, file: Path) -> None:
+            if not file.is_file():
+                self._refuse(404, "EntryNotFound")
+                return
+            data = file.read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("X-Repo-Commit", _COMMIT)
+            self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
+            self.end_headers()
+            if self.command == "GET":
+                hub.sent.append(file.name)
+                self.wfile.write(
+                    data[: len(data) // 2] if repo in hub.cut_off and file.suffix == ".safetensors" else data
+                )
+
+        def _answer(self, body: Any) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def _refuse(self, status: int, code: str) -> None:
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Logs nothing."""
+
+    return Handler
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def _entry(folder: Path, file: Path) -> dict[str, Any]:
+    data = file.read_bytes()
+    oid = hashlib.sha1(data).hexdigest()
+    return {"type": "file", "path": str(file.relative_to(folder)), "size": len(data), "oid": oid}
