@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import cast
+from urllib.parse import urlsplit
 
 import redis
 from rich.console import Console, Group
@@ -37,7 +38,8 @@ _POINTS = 64
 @dataclass(frozen=True, slots=True)
 class WorkerState:
     """A worker that sends heartbeats. `models`: the runs that a trainer holds, the adapters that a sampler has loaded.
-    `call_s`: average seconds between the ends of calls while there was work, 0 before the first."""
+    `call_s`: average seconds between the ends of calls while there was work, 0 before the first. `metrics_url`: its
+    Prometheus metrics, as its own machine names them."""
 
     name: str
     role: str
@@ -47,6 +49,7 @@ class WorkerState:
     models: int
     call_s: float
     up_s: float
+    metrics_url: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,7 @@ def _worker(node: str, worker: Worker, runs: int, now: float) -> WorkerState:
         models=runs + len(worker.describe.get("adapters", ())),
         call_s=worker.pace_s,
         up_s=max(0.0, now - worker.started),
+        metrics_url=worker.metrics_url,
     )
 
 
@@ -183,7 +187,7 @@ def _with_progress(records: RedisRecords, runs: list[RunState], now: float) -> l
 def drawn(found: StackState) -> Group:
     """The tables, at most 80 columns wide where the names are short."""
     limit = f" of {_size(found.memory_limit_bytes)}" if found.memory_limit_bytes else ""
-    parts: list[Table | Text] = [_workers(found.workers)]
+    parts: list[Table | Text] = [_workers(found.workers), *_metrics(found.workers)]
     for base in sorted({run.base_model for run in found.runs} | found.samples.keys()):
         own = [run for run in found.runs if run.base_model == base]
         samples = found.samples.get(base, 0)
@@ -202,6 +206,13 @@ def _workers(workers: list[WorkerState]) -> Table:
         cells = (_short(one.name), state, str(one.models), pace, _duration(one.up_s), ",".join(one.devices))
         table.add_row(*(Text(visible(cell)) for cell in (*cells, one.base_model)))
     return table
+
+
+def _metrics(workers: list[WorkerState]) -> Iterator[Text]:
+    """The address of each worker's metrics in one text, which is wrapped between them."""
+    named = sorted((_short(one.name), urlsplit(one.metrics_url).netloc) for one in workers if one.metrics_url)
+    if named:
+        yield Text(visible(f"metrics: {', '.join(f'{name} {address}' for name, address in named)}"))
 
 
 def _run_table(runs: list[RunState]) -> Table:

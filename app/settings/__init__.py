@@ -4,7 +4,15 @@ Secrets may come from the environment instead of the file, so that compose and K
 TINSMITH_REDIS_URL, TINSMITH_BROKER_URL, TINSMITH_S3_ACCESS_KEY, TINSMITH_S3_SECRET_KEY, TINSMITH_API_KEY.
 """
 
-from app.settings.files import SETTINGS_VARIABLE, defaults, from_environment, hash_key, load, parse
+from app.settings.files import (
+    METRICS_PORT_VARIABLE,
+    SETTINGS_VARIABLE,
+    defaults,
+    from_environment,
+    hash_key,
+    load,
+    parse,
+)
 from app.settings.root import Settings
 from app.settings.server import (
     SENTINEL_SCHEMES,
@@ -17,6 +25,7 @@ from app.settings.server import (
 from app.settings.workers import NO_VLLM, BaseModelSettings, SamplerSettings, TrainerSettings
 
 __all__ = [
+    "METRICS_PORT_VARIABLE",
     "NO_VLLM",
     "SENTINEL_SCHEMES",
     "SETTINGS_VARIABLE",

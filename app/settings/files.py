@@ -16,6 +16,8 @@ from app.settings.mistakes import describe
 from app.settings.root import Settings
 
 SETTINGS_VARIABLE = "TINSMITH_SETTINGS"
+METRICS_PORT_VARIABLE = "TINSMITH_METRICS_PORT"
+"""The port that `tinsmith up` gives to a worker's metrics; 0: any free one."""
 
 
 def hash_key(api_key: str) -> str:

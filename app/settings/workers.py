@@ -21,6 +21,10 @@ _DEVICES = (
     "GPUs by nvidia-smi's numbers, such as [0, 1]; for count > 1, [0, 1] has one for each of two copies, and "
     "[[0, 1], [2, 3]] names each copy's; empty: `tinsmith up` chooses free ones, if there are any"
 )
+_METRICS_PORT = (
+    "Prometheus port of the first worker, on every interface; each further copy has the next port; 0: `tinsmith up` "
+    "chooses a loopback port for each worker, and keeps it"
+)
 
 
 class TrainerSettings(Section):
@@ -73,7 +77,7 @@ class TrainerSettings(Section):
         64, ge=1, description="models that one trainer holds; the least recently used ones are evicted"
     )
     memory_share: float = Field(1.0, gt=0, le=1, description="share of its GPU's memory that one rank may use")
-    metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")
+    metrics_port: int = Field(0, description=_METRICS_PORT)
 
     @property
     def gpus_needed(self) -> int:
@@ -115,7 +119,7 @@ class SamplerSettings(Section):
     )
     cache_bytes: int = Field(8 * 2**30, ge=0, description="adapter files kept on disk that are not in use")
     engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed on unchanged")
-    metrics_port: int = Field(0, description="Prometheus port of the first worker; 0 takes any free one")
+    metrics_port: int = Field(0, description=_METRICS_PORT)
 
     @property
     def gpus_needed(self) -> int:

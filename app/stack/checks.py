@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from app.stores.redis.client import connect, connect_state
 from app.stores.redis.durability import NotDurable
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
+_LOOPBACK = "127.0.0.1"
 _STRAYS = ("torchvision", "torchaudio", "torchcodec")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -39,6 +41,17 @@ def free_port(host: str, port: int) -> int:
             f"cannot listen on {host}:{port}: {error.strerror or error}; stop the process that uses it, or choose "
             "another port with --host and --port (0 takes any free port)"
         ) from None
+
+
+def kept_port(last: int, taken: Collection[int]) -> int:
+    """Returns a free loopback port that is not `taken`: `last` where possible (0: there is none), so that clients find
+    a server again."""
+    with suppress(SetupError):
+        if last and last not in taken:
+            return free_port(_LOOPBACK, last)
+    while (found := free_port(_LOOPBACK, 0)) in taken:
+        pass
+    return found
 
 
 def model_path(base: BaseModelSettings) -> None:

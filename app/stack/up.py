@@ -25,6 +25,7 @@ from app.domain.records import Refusal, Worker
 from app.errors import SetupError
 from app.services.base_models import BaseModels, lora_coverage, roles
 from app.settings import (
+    METRICS_PORT_VARIABLE,
     NO_VLLM,
     SETTINGS_VARIABLE,
     BaseModelSettings,
@@ -33,7 +34,7 @@ from app.settings import (
     TrainerSettings,
     hash_key,
 )
-from app.stack import checks, config, placement, valkey
+from app.stack import checks, config, metrics, placement, valkey
 from app.stack.child import Command
 from app.stack.config import Options
 from app.stack.data_folder import DataFolder, write_private
@@ -130,10 +131,13 @@ def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None], until: 
     supervisor.start(plan.servers)
     if not supervisor.run_until(lambda: valkey.answers(redis_url) and valkey.answers(broker_url)):
         return
-    commands = list(process_table(plan.settings, plan.settings_file))
+    ports = plan.settings_file.with_name("metrics-ports.json")
+    commands = metrics.with_ports(process_table(plan.settings, plan.settings_file), ports, {plan.settings.api.port})
     with connect(redis_url) as client:
         _forget_workers(RedisRecords(client), plan.settings, commands)
     say(f"starting {', '.join(command.name for command in (*plan.servers, *commands))}")
+    for name, metrics_url in metrics.urls(commands).items():
+        say(f"metrics of {name}: {metrics_url}")
     supervisor.start(commands)
     api = plan.settings.api
     url = f"http://{_LOCALHOST.get(api.host, api.host)}:{api.port}"
@@ -299,16 +303,23 @@ def process_table(settings: Settings, settings_file: Path) -> Iterator[Command]:
     for section, (role, module, *options) in _WORKERS.items():
         for index, (base, copy) in enumerate(_copies(settings, section)):
             node = f"{role}-{index}"
-            command = (module, "--base", base, "--name", node, "--copy", str(copy), *options)
-            yield _python(node, settings_file, *command)
+            command = (module, "--base", base.name, "--name", node, "--copy", str(copy), *options)
+            yield _python(node, settings_file, *command, **_metrics_port(base.workers[section], copy))
 
 
-def _copies(settings: Settings, section: str) -> Iterator[tuple[str, int]]:
+def _copies(settings: Settings, section: str) -> Iterator[tuple[BaseModelSettings, int]]:
     """The base model and the number of each worker of a section. Each base model's numbers begin at 0."""
     for base in settings.base_models:
         if section in base.workers:
-            yield from ((base.name, copy) for copy in range(base.workers[section].count))
+            yield from ((base, copy) for copy in range(base.workers[section].count))
 
 
-def _python(name: str, settings_file: Path, *arguments: str) -> Command:
-    return Command(name, (sys.executable, "-m", *arguments), {SETTINGS_VARIABLE: str(settings_file)})
+def _metrics_port(workers: TrainerSettings | SamplerSettings, copy: int) -> dict[str, str]:
+    """The environment of a worker that has its port from the settings, or that a hostfile puts on another machine."""
+    if workers.metrics_port:
+        return {METRICS_PORT_VARIABLE: str(workers.metrics_port + copy)}
+    return {METRICS_PORT_VARIABLE: metrics.ANY_PORT} if getattr(workers, "hostfile", "") else {}
+
+
+def _python(name: str, settings_file: Path, *arguments: str, **environ: str) -> Command:
+    return Command(name, (sys.executable, "-m", *arguments), {SETTINGS_VARIABLE: str(settings_file), **environ})

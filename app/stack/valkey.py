@@ -7,7 +7,6 @@ its messages only dispatch tasks. Its writes, four of seven in an operation, mus
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,15 +28,8 @@ FORGETFUL = ("appendonly no",)
 
 
 def free_port(config: Path, taken: Collection[int]) -> int:
-    """Returns a free port that is not `taken`: the one in `config`, which is the last stack's, where possible, so that
-    Flower and other clients find the server again."""
-    last = _last_port(config)
-    with suppress(SetupError):
-        if last and last not in taken:
-            return checks.free_port(_HOST, last)
-    while (found := checks.free_port(_HOST, 0)) in taken:
-        pass
-    return found
+    """Returns a free port that is not `taken`: the one in `config`, which is the last stack's, where possible."""
+    return checks.kept_port(_last_port(config), taken)
 
 
 def _last_port(config: Path) -> int:

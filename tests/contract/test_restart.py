@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import tinker
 from tinker import types
 
-from app.domain.records import Sampler, ShmTransfer
+from app.domain.records import Sampler, ShmTransfer, Worker
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords, dump, load
@@ -94,7 +95,23 @@ def await_true(what: Callable[[], bool], seconds: float = 240) -> None:
         time.sleep(0.05)
 
 
+def metrics_urls(stack: Stack) -> dict[str, str]:
+    """The URL of each worker's metrics, by its name."""
+    with stack.redis() as client:
+        workers = [(node, load(Worker, fields)) for node, fields in RedisRecords(client).list(Worker.namespace)]
+    return {node.partition("@")[0]: worker.metrics_url for node, worker in workers}
+
+
+def printed_urls(stack: Stack) -> list[dict[str, str]]:
+    """The URLs that `tinsmith up` prints at each start."""
+    lines = [line.split() for line in stack.output if line.startswith("metrics of ")]
+    named = [(name.removesuffix(":"), url) for _, _, name, url in lines]
+    return [dict(named[start : start + 3]) for start in range(0, len(named), 3)]
+
+
 def test_a_killed_trainer_changes_no_result(service: tinker.ServiceClient, light: Stack):
+    urls = metrics_urls(light)
+    assert printed_urls(light) == [urls] and len(set(urls.values())) == 3
     expected = undisturbed(service, 6)
     client = service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
     train(client, 3)
@@ -103,6 +120,8 @@ def test_a_killed_trainer_changes_no_result(service: tinker.ServiceClient, light
     train(client, 3)
     found = logprobs(client.forward(supervised(seed=8), "cross_entropy").result())
     assert np.array_equal(found, expected)
+    await_true(lambda: metrics_urls(light) == urls)
+    assert all(b"tinsmith_ops_total" in urllib.request.urlopen(url, timeout=60).read() for url in urls.values())
 
 
 def test_a_killed_sampler_loses_no_request(service: tinker.ServiceClient, light: Stack):
@@ -135,10 +154,12 @@ def test_a_stack_started_again_on_its_folder_goes_on_where_it_was(light: Stack, 
     client = service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
     train(client, 3)
     path = client.save_state("kept").result().path
-    everything = children(light, "")
+    everything, urls = children(light, ""), metrics_urls(light)
     assert light.stop() == 0
     assert [process for process in everything if not is_gone(process)] == []
     light.start()
+    await_true(lambda: metrics_urls(light) == urls)
+    assert printed_urls(light)[-1] == urls
     train(client, 3)
     found = logprobs(client.forward(supervised(seed=8), "cross_entropy").result())
     assert np.array_equal(found, expected)

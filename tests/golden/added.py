@@ -141,6 +141,7 @@ ADDED: dict[str, set[str]] = {
         *_SEEN,
     },
     "codec": {"Image"},
+    "environment": {"TINSMITH_METRICS_PORT"},
     "settings": {
         "api.processes",
         "limits.project.live_sessions",

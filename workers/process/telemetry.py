@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
+from app.settings import METRICS_PORT_VARIABLE
 from app.stores.redis.types import Entry
 
 log = logging.getLogger("tinsmith.ops")
@@ -53,9 +55,16 @@ class ServiceTime:
 SERVICE_TIME = ServiceTime()
 
 
-def serve_metrics(port: int) -> str:
-    """Starts the /metrics endpoint on `port` (0: any free one); returns its URL."""
-    server, _ = start_http_server(port, addr="127.0.0.1" if port == 0 else "0.0.0.0")
+def serve_metrics(configured: int, environ: Mapping[str, str] = os.environ) -> str:
+    """Starts the /metrics endpoint and returns its URL: on the port that `tinsmith up` gave to this worker, else on the
+    `configured` one. With 0 as the setting it is a loopback port, and any free one if another process took that."""
+    port = int(environ.get(METRICS_PORT_VARIABLE, configured))
+    try:
+        server, _ = start_http_server(port, addr="0.0.0.0" if configured else "127.0.0.1")
+    except OSError:
+        if configured:
+            raise
+        server, _ = start_http_server(0, addr="127.0.0.1")
     return f"http://127.0.0.1:{server.server_port}/metrics"
 
 

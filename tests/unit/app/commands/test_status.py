@@ -32,7 +32,7 @@ DEADLINE_S = 120
 
 def worker(records: RedisRecords, name: str, role: str, **fields: object) -> None:
     describe = {"devices": ["cuda:0"], "adapters": ["a", "b"] if role == "sampler" else []}
-    record = Worker(role, BASE, {}, describe, "", records.now() - 7200, pace_s=0.25)
+    record = Worker(role, BASE, {}, describe, "http://127.0.0.1:9100/metrics", records.now() - 7200, pace_s=0.25)
     records.put(Worker.namespace, name, {**dump(record), **{key: json.dumps(value) for key, value in fields.items()}})
 
 
@@ -70,6 +70,7 @@ def test_a_worker_and_a_run_are_a_line_each_with_the_whole_id(
     assert trainer == ["trainer-0", "healthy", "1", "0.25", "2h", "cuda:0", BASE]
     [sampler] = [line.split() for line in lines if line.startswith("sampler-0")]
     assert sampler[:3] == ["sampler-0", "stalled", "2"]
+    assert "metrics: sampler-0 127.0.0.1:9100, trainer-0 127.0.0.1:9100" in lines
     [found] = [line.split() for line in lines if line.startswith(RUN)]
     assert found == [RUN, "LoRA", "32", "42", "0", "trainer-0", "5m"]
 
@@ -110,6 +111,7 @@ def test_json_has_the_same_facts(records: RedisRecords, shown: Callable[..., lis
     run(records, applied="41")
     found = json.loads("\n".join(shown("--json")))
     assert [one["name"] for one in found["workers"]] == ["trainer-0@host"]
+    assert found["workers"][0]["metrics_url"] == "http://127.0.0.1:9100/metrics"
     assert [(one["id"], one["calls"], one["worker"]) for one in found["runs"]] == [(RUN, 42, "")]
     assert found["memory_bytes"] > 0 and found["more_runs"] == 0
 
