@@ -26,12 +26,16 @@ Answer = tuple[dict[str, Any], int, dict[str, str]]
 NOT_UNICODE = "a string in the JSON body contains half of a surrogate pair; send complete characters"
 _LONGEST_VALUE = 80
 _MOST_COMPLAINTS = 20
+_UNKNOWN_URL = "UnknownUrl"
 _OPENAI_CODES = {
     "Unauthorized": "invalid_api_key",
     "InvalidToken": "invalid_api_key",
     "NotFound": "model_not_found",
     "TooManyRequests": "rate_limit_exceeded",
+    _UNKNOWN_URL: "unknown_url",
 }
+# Responses, embeddings and other calls of OpenAI's API. Their client tries a 5xx again, also a 501.
+_NOT_SERVED = "{} {} is not served here; this server has /completions, /chat/completions and /models"
 _NAMELESS = ("json", "query", "_schema")
 
 
@@ -41,6 +45,8 @@ class TinsmithApi(Api):  # type: ignore[misc]
     ERROR_SCHEMA = ErrorSchema
 
     def handle_http_exception(self, error: HTTPException) -> Answer:
+        if error.code == 404 and request.path.startswith(f"{OPENAI}/"):
+            return _answer(_NOT_SERVED.format(request.method, request.path[:200]), _UNKNOWN_URL, 404)
         return _answer(describe(error), error.name, error.code or 500)
 
 

@@ -164,7 +164,7 @@ class ChatCompletion(Request):
     top_logprobs = fields.Integer(strict=True, load_default=0, validate=validate.Range(0, MAX_TOP))
     tools = FirstWrong(fields.Dict(), MAX_TOOLS, load_default=list)
     tool_choice = fields.Raw(load_default="auto")
-    parallel_tool_calls = Unsupported(True)
+    parallel_tool_calls = fields.Boolean(load_default=True)
     response_format = Unsupported({"type": "text"})
     modalities = Unsupported(["text"])
     functions = Unsupported([])
@@ -198,6 +198,13 @@ def chat_completions(asked: dict[str, Any]) -> Response | dict[str, Any]:
 def models() -> dict[str, Any]:
     """The base models that can be sampled now, and one's own sampler checkpoints."""
     return {"object": "list", "data": services().openai.models(current_caller())}
+
+
+@blueprint.route("/models/<path:model>", methods=["GET"])
+@blueprint.response(200, description="A model object")
+def retrieve_model(model: str) -> dict[str, Any]:
+    """One of these models, by its id."""
+    return services().openai.model(current_caller(), model)
 
 
 def _answered(answer: Answer, asked: Mapping[str, Any]) -> Response | dict[str, Any]:

@@ -19,6 +19,7 @@ MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "conten
 # On busy cores the broker once got no CPU for 1.9 s: a complete stream may then arrive in one piece.
 # With three busy loops on two cores 6 of 10 did; beside the rest of the suite, once, 10 of 10 in 12 s.
 _STREAMS = 40
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 GREEDY = {"model": BASE, "temperature": 0.0, "max_tokens": 24}
 
 
@@ -134,12 +135,36 @@ def test_a_trained_adapter_is_asked_by_its_path(
         assert client.completions.create(prompt=PROMPT, **{**GREEDY, "model": name}).choices[0].text == text
     assert [model.id for model in client.models.list()][:1] == [BASE]
     assert path in [model.id for model in client.models.list()]
+    assert client.models.retrieve(path) in list(client.models.list())
+
+
+def test_calls_that_are_not_served_are_known_by_their_code(client: openai.OpenAI):
+    assert client.models.retrieve(BASE).id == BASE
+    retrying = client.with_options(max_retries=2)
+    for call in (
+        lambda: retrying.responses.create(model=BASE, input=PROMPT),
+        lambda: retrying.embeddings.create(model=BASE, input=PROMPT),
+    ):
+        with pytest.raises(openai.NotFoundError, match="is not served here") as refused:
+            call()
+        assert (refused.value.code, refused.value.type) == ("unknown_url", "invalid_request_error")
+        assert refused.value.request.headers["x-stainless-retry-count"] == "0"
+
+
+def test_one_tool_call_at_a_time_may_be_asked_for(client: openai.OpenAI):
+    asked = {**GREEDY, "messages": MESSAGES, "tools": [TOOL]}
+    for parallel in (True, False):
+        assert client.chat.completions.create(parallel_tool_calls=parallel, **asked).choices
 
 
 def test_errors_are_those_of_openais_client(client: openai.OpenAI, trained: tuple[str, tinker.SamplingClient]):
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(prompt=PROMPT, **{**GREEDY, "model": trained[0].replace("openai", "other")})
     assert missing.value.code == "model_not_found"
+    for name in (trained[0].replace("openai", "other"), "gpt-4o"):
+        with pytest.raises(openai.NotFoundError) as missing:
+            client.models.retrieve(name)
+        assert missing.value.code == "model_not_found"
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="tml-wrong").models.list()
     with pytest.raises(openai.BadRequestError, match="best_of"):

@@ -90,6 +90,8 @@ CHANGED: dict[str, dict[str, Any]] = {
         "schemas _Limits": "eb4a5bfcb54a74a5d341f5ae59eab1ec5a8d080215d385cc254cfbf7e5e05d00",
         "schemas _Used": "60a0937df30bb66381195429b6db12967b4785cbd42c56df68c3b0f96fef7f99",
         "tags": "2224ae7df26554031d41338a7e164ca5d3230bbfa010dd60c21f18e9290ee91a",
+        # parallel_tool_calls can be false.
+        "schemas ChatCompletion": "51e6ca9432faa0094792bcc383be9b1bb601581f61dc746c60d2597e9df8a9fb",
         "schemas Checkpoint": "e84a265c8f99dde1a6ef60d3716015d2da09d885e191024ca437442c50198981",
     },
 }
@@ -115,8 +117,10 @@ _SEEN = {
 ADDED: dict[str, set[str]] = {
     "openapi": {
         "get /api/v1/public_archives/{run}/{kind}/{name}",
+        "get /oai/api/v1/models/{model}",
         "parameters /api/v1/public_archives/{run}/{kind}/{name}",
         "parameters /api/v1/uploads/{most_bytes}/{key}",
+        "parameters /oai/api/v1/models/{model}",
         "post /api/v1/checkpoints/search",
         "post /api/v1/external_weights_upload_finish",
         "post /api/v1/external_weights_upload_start",

@@ -99,6 +99,7 @@ def calls(api: Api) -> dict[str, Call]:
         f"PUT {checkpoint}/ttl": Call({"ttl_seconds": 7200}, of_checkpoint),
         f"DELETE {checkpoint}": Call(None, of_checkpoint),
         f"GET {checkpoint}/external_weights_urls": Call(None, of_checkpoint),
+        f"GET {OPENAI}/models/<path:model>": Call(None, {"path:model": sampled["model"]}),
         f"POST {OPENAI}/completions": Call({**sampled, "prompt": "a"}, {}),
         f"POST {OPENAI}/chat/completions": Call({**sampled, "messages": [{"role": "user", "content": "a"}]}, {}),
     }

@@ -64,11 +64,13 @@ def _joined(index: int, parts: list[Delta]) -> Delta:
 
 
 class ChatForm:
-    """Formats chat answers (see Form). `tools`: the text is searched for tool calls."""
+    """Formats chat answers (see Form). `tools`: the text is searched for tool calls. Without `parallel`, the first call
+    of a choice is kept."""
 
-    def __init__(self, *, scores: bool, tools: bool) -> None:
+    def __init__(self, *, scores: bool, tools: bool, parallel: bool) -> None:
         self._scores = scores
         self._tools = tools
+        self._most_calls = None if parallel else 1
 
     def whole(self, head: AnswerHead, deltas: Iterable[Delta]) -> dict[str, Any]:
         choices = [self._choice(delta) for delta in merged(deltas)]
@@ -107,7 +109,7 @@ class ChatForm:
             return delta.text, []
         text = kept.push(delta.text)
         more, calls = kept.finish() if delta.finish else ("", [])
-        return text + more, calls
+        return text + more, calls[: self._most_calls]
 
 
 def _chat_head(head: AnswerHead, kind: str) -> dict[str, Any]:

@@ -96,6 +96,15 @@ class OpenAiService:
             for name, created in self._samplers.models(caller)
         ]
 
+    def model(self, caller: Caller, name: str) -> dict[str, Any]:
+        """The entry of `models` with this name. Raises NotFound."""
+        found = next((model for model in self.models(caller) if model["id"] == name), None)
+        if found is None:
+            raise NotFound(
+                f"there is no model {name[:200]!r} here, or no sampler for it; /models lists those there are"
+            )
+        return found
+
     def complete(self, caller: Caller, asked: Mapping[str, Any], gone: Gone) -> Answer:
         """The answer of a completion. Raises NotFound, BadRequest, TooManyRequests or Unavailable; no sampler runs the
         call then."""
@@ -118,7 +127,7 @@ class OpenAiService:
         most = asked["max_completion_tokens"] or asked["max_tokens"]
         request = model.request(asked, prompt, most, top=asked["top_logprobs"])
         calls = bool(offered) and answers.are_understood(model.tokenizer.template(offered))
-        form = ChatForm(scores=asked["logprobs"], tools=calls)
+        form = ChatForm(scores=asked["logprobs"], tools=calls, parallel=asked["parallel_tool_calls"])
         return self._answer(caller, model, asked, [request], form, Options(scores=asked["logprobs"]), gone)
 
     def _model(self, caller: Caller, name: str) -> Target:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from app.domain.sampling import SampleOutput, SampleRequest, TokenLogprobs
 from tests.unit.app.api.openai.caller import CONTEXT, TOOLS, OpenAi, events
@@ -67,6 +68,25 @@ def test_a_streamed_call_is_no_text(openai: OpenAi):
     (calls,) = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
     assert [call["index"] for call in calls] == [0]
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("more", [{}, {"parallel_tool_calls": True}])
+def test_several_calls_of_an_answer_are_all_there(openai: OpenAi, more: dict[str, bool]):
+    openai.standin.says(CALL * 2)
+    (choice,) = openai.chat(tools=TOOLS, **more)["choices"]
+    assert len(choice["message"]["tool_calls"]) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_tool_calls_the_first_one_is_kept(openai: OpenAi, stream: bool):
+    openai.standin.says(CALL + CALL.replace("Ulm", "Jena"))
+    asked = {"messages": [{"role": "user", "content": "?"}], "tools": TOOLS, "parallel_tool_calls": False}
+    answer = openai.post("chat/completions", stream=stream, **asked)
+    choices = [chunk["choices"][0] for chunk in events(answer)] if stream else answer.json["choices"]
+    messages = [choice["delta" if stream else "message"] for choice in choices]
+    (calls,) = [message["tool_calls"] for message in messages if "tool_calls" in message]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"town": "Ulm"}]
+    assert choices[-1]["finish_reason"] == "tool_calls"
 
 
 def test_without_tools_a_call_is_text(openai: OpenAi):

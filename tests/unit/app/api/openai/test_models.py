@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from urllib.parse import quote
+
+from werkzeug.test import TestResponse
 
 from app import ids
 from app.domain.records import Sampler, Session
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.records import load
-from tests.unit.app.api.openai.caller import OpenAi
+from tests.unit.app.api.openai.caller import OAI, OpenAi
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, OTHER_KEY
 
@@ -38,6 +41,30 @@ def test_a_path_saved_anew_is_sampled_as_it_is_now(openai: OpenAi):
         openai.completion(model=save_checkpoint(openai.api, model, "sampler_weights", prefix=prefix))
     stored = [load(Sampler, fields).prefix for _, fields in openai.api.services.records.list("samplers")]
     assert sorted(stored) == ["models/new", "models/old"]
+
+
+def retrieved(openai: OpenAi, model: str) -> TestResponse:
+    """GET /models/{id}, with the id as OpenAI's client writes it."""
+    headers = {"Authorization": f"Bearer {openai.key}"}
+    return openai.api.client.get(f"{OAI}/models/{quote(model, safe='')}", headers=headers)
+
+
+def test_each_listed_model_is_retrieved_and_no_other(openai: OpenAi):
+    path = save_checkpoint(openai.api, openai.api.model(), "sampler_weights", prefix="models/x")
+    for model in (BASE, path):
+        answer = retrieved(openai, model)
+        assert answer.status_code == 200
+        listed = openai.api.client.get(f"{OAI}/models", headers={"Authorization": f"Bearer {openai.key}"})
+        assert answer.json in listed.json["data"]
+        assert (answer.json["id"], answer.json["object"]) == (model, "model")
+    stranger = replace(openai, key=OTHER_KEY)
+    assert retrieved(stranger, BASE).status_code == 200
+    for caller, model in ((openai, "gpt-4o"), (openai, f"{path}-b"), (stranger, path)):
+        answer = retrieved(caller, model)
+        assert (answer.status_code, answer.json["error"]["code"]) == (404, "model_not_found")
+        assert model in answer.json["error"]["message"]
+    openai.api.services.records.delete("workers", "sampler-0")
+    assert retrieved(openai, BASE).status_code == 404
 
 
 def test_all_calls_of_an_owner_are_in_one_session_that_they_keep_alive(openai: OpenAi):

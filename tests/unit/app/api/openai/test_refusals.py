@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from app.settings import LimitSettings
-from tests.unit.app.api.openai.caller import CONTEXT, TOOLS, OpenAi
+from tests.unit.app.api.openai.caller import CONTEXT, OAI, TOOLS, OpenAi
+from tests.unit.app.conftest import BASE
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "best_of": ("completions", {"best_of": 5}, "best_of"),
@@ -93,3 +94,30 @@ def test_one_call_samples_no_more_than_the_settings_allow(openai: OpenAi, monkey
     monkeypatch.setattr(openai.api.services.openai, "_limits", LimitSettings(sampled_tokens=10))
     answer = openai.post("completions", prompt="ab", n=2, max_tokens=6)
     assert (answer.status_code, "at most 10" in answer.json["error"]["message"]) == (400, True), answer.json
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "responses"),
+        ("GET", "responses/resp_1"),
+        ("POST", "embeddings"),
+        ("POST", "audio/speech"),
+        ("GET", "files"),
+        ("POST", "x" * 5000),
+    ],
+)
+def test_calls_that_are_not_served_say_so_in_openais_form(openai: OpenAi, method: str, path: str):
+    answer = openai.api.client.open(
+        f"{OAI}/{path}", method=method, json={"model": BASE}, headers={"Authorization": f"Bearer {openai.key}"}
+    )
+    assert answer.status_code == 404
+    assert answer.json == {
+        "error": {
+            "message": f"{method} {f'{OAI}/{path}'[:200]} is not served here; this server has /completions, "
+            "/chat/completions and /models",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "unknown_url",
+        }
+    }
