@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_import(commands)
     _add_flower(commands)
     _add_doctor(commands)
+    options.add_completion(commands, parser)
     about = commands.add_parser("version", help="print the version", description="Print the version.")
     about.set_defaults(run=_version, parser=about)
     return parser

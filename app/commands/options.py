@@ -1,8 +1,9 @@
-"""The arguments of the commands that prepare a stack: `tinsmith init` and `tinsmith models`."""
+"""The arguments of the commands that prepare a stack: `tinsmith init`, `models` and `completion`."""
 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,25 @@ def add_models(commands: Commands) -> None:
     add.set_defaults(run=_add_model, parser=add)
     add.add_argument("hub_id", metavar="HUB_ID", help="the model's id, such as Qwen/Qwen3-0.6B")
     add.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
+
+
+def add_completion(commands: Commands, program: argparse.ArgumentParser) -> None:
+    """Adds the command that prints a script which completes the arguments of `program`."""
+    parser = commands.add_parser(
+        "completion",
+        help="print a script for completion in a shell",
+        description="Print a script that completes commands, options and files in a shell. Write it to the file that "
+        "the shell reads, such as ~/.local/share/bash-completion/completions/tinsmith.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=partial(_completion, program), parser=parser)
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+
+
+def _completion(program: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from app.commands.completion import completion
+
+    return completion(program, arguments.shell)
 
 
 def _models(arguments: argparse.Namespace) -> int:

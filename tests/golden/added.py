@@ -105,6 +105,7 @@ _OF_IMPORT = {
 }
 _STACK = ("-h/--help", "--config", "--data-dir", "--redis", "--s3")
 _SEEN = {
+    *(f"tinsmith completion {option}" for option in ("-h/--help", "shell")),
     *(f"tinsmith models {option}" for option in (*_STACK[:3], "--json", "add -h/--help", "add hub_id", "add --json")),
     *(f"tinsmith init {option}" for option in ("-h/--help", "file", "--model", "--force", "--json")),
     *(f"tinsmith flower {option}" for option in (*_STACK[:3], "--address", "--port")),
