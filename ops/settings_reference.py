@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from app.domain.limits import Limits
 from app.settings import Settings
 
 PATH = Path(__file__).parents[1] / "docs" / "settings.md"
@@ -58,7 +56,6 @@ devices = [5]
 `make docs` writes this page from `app/settings/`.
 """
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}
-_LIMIT = re.compile(r"^    (\w+)  +(\S.*(?:\n {8,}\S.*)*)", re.MULTILINE)
 
 
 def text() -> str:
@@ -86,7 +83,7 @@ def _section(
     for name, found in schema["properties"].items():
         if parts[name] is None:
             default = "required" if name in schema.get("required", ()) else _default(found)
-            yield f"| `{name}` | {_values(found)} | {default} | {_described(schema['title'], name, found)} |\n"
+            yield f"| `{name}` | {_values(found)} | {default} | {_described(found)} |\n"
     outer = title.strip("[]")
     for name, part in parts.items():
         if part is not None:
@@ -105,13 +102,8 @@ def _nested(found: Any, known: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return next((part for part in parts if part is not None), None)
 
 
-def _described(section: str, name: str, found: Mapping[str, Any]) -> str:
-    return str(found.get("description") or (_limits()[name] if section == Limits.__name__ else "")).replace("|", "\\|")
-
-
-def _limits() -> dict[str, str]:
-    """Descriptions of the limits of a project, which their class lists."""
-    return {name: " ".join(text.split()) for name, text in _LIMIT.findall(Limits.__doc__ or "")}
+def _described(found: Mapping[str, Any]) -> str:
+    return str(found.get("description", "")).replace("|", "\\|")
 
 
 def _default(found: Mapping[str, Any]) -> str:

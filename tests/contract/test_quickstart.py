@@ -15,23 +15,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.contract.snippets import ROOT, blocks
-from tests.contract.stack import BASE
 from tests.models import tiny_qwen3
 from tests.servers import free_port
 
 _START_S = 600
 _PLACEHOLDER = "tinker://4f1d.../sampler_weights/sft"
 # Installing needs the network; the other model, a download of 1.2 GB.
-_NOT_HERE = re.compile(r"sudo |make setup|.*--base-model")
+_NOT_HERE = re.compile(r"sudo |make setup|.*--model")
+_TINY = "tiny"
 
 
 def test_each_command_of_the_page_works_outside_the_checkout(tmp_path: Path):
     install(tmp_path)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
-    tiny_qwen3(tmp_path / BASE)
-    up, sft, *asking = commands()
-    port = free_port()
-    with running([*up.split(), f"--base-model={BASE}={tmp_path / BASE}", f"--port={port}"], tmp_path) as url:
+    tiny_qwen3(tmp_path / _TINY)
+    init, up, sft, *asking = commands()
+    shell(f"{init} --model {_TINY}", tmp_path)
+    with running([*up.split(), f"--port={free_port()}"], tmp_path) as url:
         trained = shell(sft, tmp_path, url)
         (path,) = re.findall(r"^sample it as: (\S+)$", trained, re.MULTILINE)
         losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", trained)]
@@ -39,7 +39,7 @@ def test_each_command_of_the_page_works_outside_the_checkout(tmp_path: Path):
         answers = [shell(command.replace(_PLACEHOLDER, path), tmp_path, url) for command in asking]
     assert len(answers) == 2 and '"choices":' in answers[0] and answers[1].strip()
     (program,) = [block.text for block in blocks() if (block.page, block.kind) == ("quickstart.md", "python")]
-    shell(f".venv/bin/python -c '{program.replace('HuggingFaceTB/SmolLM2-135M-Instruct', BASE)}'", tmp_path, "")
+    shell(f".venv/bin/python -c '{program.replace('HuggingFaceTB/SmolLM2-135M-Instruct', _TINY)}'", tmp_path)
 
 
 def commands() -> list[str]:
@@ -61,12 +61,13 @@ def install(folder: Path) -> None:
     subprocess.run([*pip, *wheel], check=True)
     environment = folder / ".venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
-    packages = next(environment.glob("lib/python*/site-packages"))
-    # A path in this file does not bring in the .pth files there, so not the checkout either, which is installed there.
-    (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (built,) = folder.glob("*.whl")
     python = str(environment / "bin" / "python")
-    subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", str(built)], check=True)
+    subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", str(built)], check=True, env=env())
+    # Not before: pip would find the project there. A path in this file does not bring in the .pth files there, so not the
+    # checkout either.
+    packages = next(environment.glob("lib/python*/site-packages"))
+    (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
     shutil.rmtree(source)
     where = subprocess.check_output([python, "-c", "import app; print(app.__file__)"], cwd=folder, env=env(), text=True)
     assert where.startswith(str(packages))
@@ -107,7 +108,7 @@ def running(command: list[str], folder: Path) -> Iterator[str]:
         up.wait(240)
 
 
-def shell(command: str, folder: Path, url: str) -> str:
+def shell(command: str, folder: Path, url: str = "") -> str:
     """Runs a command as the reader does; returns its output."""
     environment = env(**({"TINKER_BASE_URL": url} if url else {}))
     ran = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
