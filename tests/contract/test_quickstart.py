@@ -64,8 +64,8 @@ def install(folder: Path) -> None:
     (built,) = folder.glob("*.whl")
     python = str(environment / "bin" / "python")
     subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", str(built)], check=True, env=env())
-    # Not before: pip would find the project there. A path in this file does not bring in the .pth files there, so not the
-    # checkout either.
+    # Not before: pip would find the project there. A path in this file does not bring in the .pth files there, and so
+    # not the checkout.
     packages = next(environment.glob("lib/python*/site-packages"))
     (packages / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
     shutil.rmtree(source)
