@@ -11,6 +11,7 @@ from app.api import (
     account,
     checkpoints,
     client,
+    docs,
     errors,
     futures,
     hub,
@@ -47,8 +48,8 @@ _BLUEPRINTS = (
     account.auth_blueprint,
     sessions.blueprint,
     models.blueprint,
-    training.custom_losses_blueprint,
     training.training_blueprint,
+    training.custom_losses_blueprint,
     training.weights_blueprint,
     futures.futures_blueprint,
     futures.queue_blueprint,
@@ -87,6 +88,8 @@ def openapi() -> dict[str, Any]:
 
 def _add_routes(app: Flask) -> errors.TinsmithApi:
     app.config.update(API_TITLE="Tinsmith", API_VERSION="v1", OPENAPI_VERSION="3.0.3", OPENAPI_URL_PREFIX="/")
+    app.config["API_SPEC_OPTIONS"] = docs.OPTIONS
+    app.register_blueprint(docs.blueprint)
     api = errors.TinsmithApi(app)
     with app.app_context():
         register_blueprints(api)
@@ -94,7 +97,6 @@ def _add_routes(app: Flask) -> errors.TinsmithApi:
 
 
 def register_blueprints(api: Api) -> None:
-    """Adds every route of the API, and the page that lists the routes."""
+    """Adds every route of the API."""
     for blueprint in _BLUEPRINTS:
         api.register_blueprint(blueprint)
-    client.register_docs(api)

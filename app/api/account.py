@@ -10,13 +10,13 @@ from marshmallow import Schema, fields, validate
 from app.api.base import SdkSchema, current_caller, services
 from app.api.base import blueprint as make
 
-auth_blueprint = make("auth", "Keys and tokens")
+auth_blueprint = make("auth", "Account")
 
-limits_blueprint = make("limits", "Limits")
+limits_blueprint = make("limits", "Account")
 
-billing_blueprint = make("billing", "Usage")
+billing_blueprint = make("billing", "Account")
 
-audit_blueprint = make("audit", "Audit log")
+audit_blueprint = make("audit", "Account")
 
 
 class Token(SdkSchema):
@@ -123,8 +123,12 @@ class UsageAsked(SdkSchema):
     """A query for usage, as the SDK's billing methods send it. This server has no prices, so all cost fields are left
     out."""
 
-    starting_on = fields.AwareDateTime(required=True, default_timezone=UTC)
-    ending_before = fields.AwareDateTime(required=True, default_timezone=UTC)
+    starting_on = fields.AwareDateTime(
+        required=True, default_timezone=UTC, metadata={"description": "start of the time window; UTC without an offset"}
+    )
+    ending_before = fields.AwareDateTime(
+        required=True, default_timezone=UTC, metadata={"description": "end of the time window, which is not part of it"}
+    )
 
 
 class UsageEvent(SdkSchema):
@@ -169,7 +173,9 @@ class Storage(SdkSchema):
 
 
 class StorageAsked(SdkSchema):
-    project_id = fields.String(load_default=None, validate=validate.Length(1, 256))
+    project_id = fields.String(
+        load_default=None, validate=validate.Length(1, 256), metadata={"description": "only this project"}
+    )
 
 
 @billing_blueprint.route("/billing/usage/checkpoints/current", methods=["GET"])
@@ -184,7 +190,9 @@ class AuditAsked(SdkSchema):
     """A query for the audit log."""
 
     event_type = fields.String(
-        load_default="all", validate=validate.OneOf(("all", "checkpoints", "projects", "teams", "organizations"))
+        load_default="all",
+        validate=validate.OneOf(("all", "checkpoints", "projects", "teams", "organizations")),
+        metadata={"description": "only events of this kind"},
     )
     day = fields.Date(load_default=None, metadata={"description": "UTC; default: today"})
 

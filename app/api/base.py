@@ -5,9 +5,11 @@ all schemas share.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
 from flask import Flask, Request, Response, current_app, g, request
@@ -37,6 +39,7 @@ MAX_METADATA_BYTES = 16 * 1024
 MOST = 1000
 _SMALL_VALUES = 2**15
 """Most JSON values in a body without a batch or a prompt. Schemas take 5 us for each."""
+_IN_PATH = re.compile(r"<(?:\w+:)?(\w+)>")
 
 
 class Resource(Protocol):
@@ -45,7 +48,7 @@ class Resource(Protocol):
     def route(self, rule: str, *, methods: Sequence[str]) -> Callable[[View], View]: ...
 
     def arguments(
-        self, schema: Schema, *, location: str = "json", error_status_code: int = 422
+        self, schema: Schema, *, location: str = "json", error_status_code: int = 422, example: Any = None
     ) -> Callable[[View], View]: ...
 
     def response(self, status: int, schema: type | Schema | None = None, **options: Any) -> Callable[[View], View]: ...
@@ -72,9 +75,21 @@ def json_content() -> Any:
 
 
 class _Blueprint(Blueprint):  # type: ignore[misc]
-    """flask-smorest's Blueprint, with the body limits of this API."""
+    """flask-smorest's Blueprint, with the body limits of this API. Its routes are in one group of the documentation,
+    with the descriptions of their path parameters."""
 
     ARGUMENTS_PARSER = JsonParser()
+
+    def __init__(self, name: str, group: str, prefix: str, parameters: Mapping[str, str]) -> None:
+        super().__init__(name, __name__, url_prefix=prefix)
+        self._group = group
+        self._parameters = parameters
+
+    def route(self, rule: str, **options: Any) -> Any:
+        described = [
+            {"in": "path", "name": name, "description": self._parameters[name]} for name in _IN_PATH.findall(rule)
+        ]
+        return super().route(rule, parameters=described, tags=[self._group], **options)
 
 
 def services() -> Services:
@@ -83,9 +98,12 @@ def services() -> Services:
     return found
 
 
-def blueprint(name: str, description: str, prefix: str = "/api/v1") -> Resource:
-    """A blueprint whose routes are below `prefix`."""
-    made: Resource = _Blueprint(name, __name__, url_prefix=prefix, description=description)
+def blueprint(
+    name: str, group: str, prefix: str = "/api/v1", parameters: Mapping[str, str] = MappingProxyType({})
+) -> Resource:
+    """A blueprint whose routes are below `prefix`, in a group of app/api/docs.py. `parameters` describes every
+    parameter in the path of a route; a route with another one is a KeyError."""
+    made: Resource = _Blueprint(name, group, prefix, parameters)
     return made
 
 
@@ -277,9 +295,20 @@ def check_metadata(value: Mapping[str, Any] | None) -> None:
         raise ValidationError(f"Has {size} bytes; at most {MAX_METADATA_BYTES} are allowed.")
 
 
+def page_limit(default: int) -> fields.Integer:
+    """The most entries in an answer."""
+    return fields.Integer(
+        load_default=default,
+        validate=validate.Range(1, MOST),
+        metadata={"description": "the most entries that the answer holds"},
+    )
+
+
 class Paged(SdkSchema):
-    offset = fields.Integer(load_default=0, validate=validate.Range(0, 2**53))
-    limit = fields.Integer(load_default=100, validate=validate.Range(1, MOST))
+    offset = fields.Integer(
+        load_default=0, validate=validate.Range(0, 2**53), metadata={"description": "entries to skip"}
+    )
+    limit = page_limit(100)
 
 
 class Scoped(SdkSchema):

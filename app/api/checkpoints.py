@@ -15,7 +15,6 @@ from marshmallow import fields, validate
 from werkzeug.http import http_date
 
 from app.api.base import (
-    MOST,
     Cursor,
     Paged,
     Scoped,
@@ -25,6 +24,7 @@ from app.api.base import (
     current_caller,
     identifier,
     needs,
+    page_limit,
     services,
 )
 from app.api.base import blueprint as make
@@ -34,20 +34,32 @@ from app.services.checkpoints import Archive
 from app.services.views import CHECKPOINT_TYPES, Page
 from app.stores.objects.folder import FolderStore
 
-runs_blueprint = make("runs", "Training runs and checkpoints")
+_PARTS = {
+    "run": "the id of a training run, such as the model_id of create_model",
+    "kind": "the kind of checkpoint: weights, sampler_weights or external_weights",
+    "name": "the name under which the checkpoint was saved",
+}
+
+runs_blueprint = make("runs", "Checkpoints", parameters=_PARTS)
 _TYPES = tuple(CHECKPOINT_TYPES.values())
 _CHECKPOINT = "/training_runs/<run>/checkpoints/<kind>/<name>"
 
-checkpoints_blueprint = make("checkpoints", "Checkpoints of all runs")
+checkpoints_blueprint = make("checkpoints", "Checkpoints")
 
-archives_blueprint = make("archives", "Checkpoint archives")
+archives_blueprint = make(
+    "archives",
+    "Downloads and uploads",
+    parameters={**_PARTS, "prefix": "the prefix of a checkpoint's objects, from a signed URL"},
+)
 
-objects_blueprint = make("objects", "Downloads")
+objects_blueprint = make(
+    "objects", "Downloads and uploads", parameters={"key": "the key of an object, from a signed URL"}
+)
 
 
 class ListTrainingRuns(Paged, Scoped):
-    limit = fields.Integer(load_default=20, validate=validate.Range(1, MOST))
-    project_id = fields.String(validate=validate.Length(1, 256))
+    limit = page_limit(20)
+    project_id = fields.String(validate=validate.Length(1, 256), metadata={"description": "only runs of this project"})
 
 
 class Checkpoint(SdkSchema):
@@ -271,8 +283,8 @@ def copy_weights(asked: dict[str, Any]) -> dict[str, str]:
 
 
 class SignedUrl(SdkSchema):
-    expires = fields.Integer(required=True)
-    signature = fields.String(required=True)
+    expires = fields.Integer(required=True, metadata={"description": "from a signed URL: seconds since 1970"})
+    signature = fields.String(required=True, metadata={"description": "from a signed URL"})
 
 
 @archives_blueprint.route("/training_runs/<run>/checkpoints/<kind>/<name>/archive", methods=["GET"])
@@ -285,6 +297,7 @@ def get_checkpoint_archive(run: str, kind: str, name: str) -> Response:
 
 @archives_blueprint.route("/archives/<path:prefix>", methods=["GET"])
 @archives_blueprint.arguments(SignedUrl(), location="query")
+@archives_blueprint.doc(security=[])
 @archives_blueprint.response(200, description="The tar", content_type="application/x-tar")
 def get_archive(asked: dict[str, Any], prefix: str) -> Response:
     """An archive behind a signed URL."""
@@ -293,6 +306,7 @@ def get_archive(asked: dict[str, Any], prefix: str) -> Response:
 
 @archives_blueprint.route("/public_archives/<run>/<kind>/<name>", methods=["GET"])
 @archives_blueprint.arguments(SignedUrl(), location="query")
+@archives_blueprint.doc(security=[])
 @archives_blueprint.response(200, description="The tar", content_type="application/x-tar")
 def get_public_archive(asked: dict[str, Any], run: str, kind: str, name: str) -> Response:
     """A published checkpoint's archive behind a signed URL, as long as it is published."""
@@ -306,6 +320,7 @@ def _tar(archive: Archive) -> Response:
 
 @objects_blueprint.route("/objects/<path:key>", methods=["GET"])
 @objects_blueprint.arguments(SignedUrl(), location="query")
+@objects_blueprint.doc(security=[])
 @objects_blueprint.response(200, description="The file", content_type="application/octet-stream")
 def get_object(asked: dict[str, Any], key: str) -> Response:
     """A file behind a signed URL."""

@@ -1,13 +1,10 @@
-"""The calls that an SDK makes at its start, its telemetry, and pages for operators: readiness, metrics and the docs."""
+"""The calls that an SDK makes at its start, its telemetry, and pages for operators: readiness and metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from html import escape
 from typing import Any
 
-from flask import Response, current_app
-from flask_smorest import Api
+from flask import Response
 from marshmallow import fields
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -15,15 +12,9 @@ from app.api.base import SdkSchema, current_caller, services
 from app.api.base import blueprint as make
 from app.telemetry import QUEUES, exposition
 
-client_blueprint = make("client", "Start-up and telemetry")
+client_blueprint = make("client", "Start")
 
 operations_blueprint = make("operations", "Operations", prefix="/")
-
-_DOCS_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Tinsmith API</title>
-<style>body{{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
-td{{padding:.2rem 1rem .2rem 0;vertical-align:top}}code{{font-size:.95em}}</style>
-<h1>Tinsmith API</h1><p>Schemas: <a href="openapi.json">openapi.json</a>. Send your key in <code>X-API-Key</code>.</p>
-<table>{rows}</table></html>"""
 
 
 class ClientConfig(SdkSchema):
@@ -138,6 +129,7 @@ class Health(SdkSchema):
 
 
 @client_blueprint.route("/healthz", methods=["GET"])
+@client_blueprint.doc(security=[])
 @client_blueprint.response(200, Health)
 def healthz() -> dict[str, str]:
     """The process answers; see /readyz for whether it can work."""
@@ -145,6 +137,7 @@ def healthz() -> dict[str, str]:
 
 
 @operations_blueprint.route("/readyz", methods=["GET"])
+@operations_blueprint.doc(security=[])
 @operations_blueprint.response(200)
 def readyz() -> tuple[dict[str, Any], int]:
     """200 once every base model has a live trainer and sampler; else 503 with what is missing."""
@@ -153,25 +146,9 @@ def readyz() -> tuple[dict[str, Any], int]:
 
 
 @operations_blueprint.route("/metrics", methods=["GET"])
+@operations_blueprint.doc(security=[])
 @operations_blueprint.response(200, content_type="text/plain")
 def metrics() -> Response:
     """Prometheus metrics of the API process and of the queues."""
     QUEUES.set(services().oplog.pending(depth=1))
     return Response(exposition(), content_type=CONTENT_TYPE_LATEST)
-
-
-def register_docs(api: Api) -> None:
-    """Serves the page at /docs."""
-
-    def docs() -> Response:
-        return Response(_DOCS_PAGE.format(rows="".join(_rows(api.spec.to_dict()))), mimetype="text/html")
-
-    current_app.add_url_rule("/docs", "docs", docs)
-
-
-def _rows(spec: dict[str, Any]) -> Iterator[str]:
-    for path, operations in sorted(spec["paths"].items()):
-        for method, operation in operations.items():
-            if isinstance(operation, dict):
-                summary = escape(operation.get("summary", ""))
-                yield f"<tr><td><code>{method.upper()} {escape(path)}</code><td>{summary}"

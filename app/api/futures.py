@@ -30,7 +30,7 @@ futures_blueprint = make("futures", "Futures")
 
 _MOST_RETRIEVED = 100_000
 
-queue_blueprint = make("queue", "The queue")
+queue_blueprint = make("queue", "Futures", parameters={"request_id": "the request_id of a sampling request"})
 
 
 class RetrieveFuture(SdkSchema):

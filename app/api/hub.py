@@ -10,10 +10,21 @@ from marshmallow import Schema, fields
 from app.api.base import blueprint as make
 from app.api.base import services
 
-blueprint = make("hub", "Tokenizers, as Hugging Face's Hub serves them", prefix="")
+blueprint = make(
+    "hub",
+    "Tokenizers",
+    prefix="",
+    parameters={
+        "repo_id": "the name of a base model",
+        "revision": "main, or the hash that the description of the model has as sha",
+        "name": "the name of a file of the tokenizer",
+        "folder": "a folder of the tokenizer's files",
+    },
+)
 
 
 @blueprint.route("/<path:repo_id>/resolve/<revision>/<path:name>", methods=["GET"])
+@blueprint.doc(security=[])
 @blueprint.response(200, description="The file", content_type="application/octet-stream")
 def get_file(repo_id: str, revision: str, name: str) -> Response:
     """A file of a base model's tokenizer."""
@@ -41,6 +52,7 @@ class HubModel(Schema):
 
 @blueprint.route("/api/models/<path:repo_id>", methods=["GET"])
 @blueprint.route("/api/models/<path:repo_id>/revision/<revision>", methods=["GET"])
+@blueprint.doc(security=[])
 @blueprint.response(200, HubModel)
 def describe(repo_id: str, revision: str = "main") -> dict[str, Any]:
     """Describe the tokenizer of a base model: its files, and a hash of their content."""
@@ -59,6 +71,7 @@ class HubEntry(Schema):
 
 @blueprint.route("/api/models/<path:repo_id>/tree/<revision>", methods=["GET"])
 @blueprint.route("/api/models/<path:repo_id>/tree/<revision>/<path:folder>", methods=["GET"])
+@blueprint.doc(security=[])
 @blueprint.response(200, HubEntry(many=True))
 def list_files(repo_id: str, revision: str, folder: str = "") -> list[dict[str, Any]]:
     """All files of a base model's tokenizer, or those in a folder."""

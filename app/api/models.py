@@ -10,7 +10,7 @@ from app.api.base import SdkSchema, counter, current_caller, identifier, metadat
 from app.api.base import blueprint as make
 from app.api.futures import Promise
 
-blueprint = make("models", "Models")
+blueprint = make("models", "Training")
 
 
 class LoraConfig(SdkSchema):

@@ -19,7 +19,12 @@ from app.api.base import FirstWrong, current_caller, identifier, large, needs, s
 from app.api.base import blueprint as make
 from app.services.openai.service import Answer
 
-blueprint = make("openai", "OpenAI-compatible calls", prefix=errors.OPENAI)
+blueprint = make(
+    "openai",
+    "OpenAI",
+    prefix=errors.OPENAI,
+    parameters={"model": "an id that the list of models has"},
+)
 _STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 MAX_SEED = 2**63 - 1
@@ -203,7 +208,7 @@ def models() -> dict[str, Any]:
 @blueprint.route("/models/<path:model>", methods=["GET"])
 @blueprint.response(200, description="A model object")
 def retrieve_model(model: str) -> dict[str, Any]:
-    """One of these models, by its id."""
+    """Return one of these models, by its id."""
     return services().openai.model(current_caller(), model)
 
 

@@ -10,7 +10,9 @@ from app.api.base import SdkSchema, counter, current_caller, identifier, large, 
 from app.api.base import blueprint as make
 from app.api.futures import SamplePromise
 
-blueprint = make("sampling", "Sampling")
+blueprint = make(
+    "sampling", "Sampling", parameters={"sampler_id": "the sampling_session_id of create_sampling_session"}
+)
 
 
 class CreateSamplingSession(SdkSchema):

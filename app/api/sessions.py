@@ -8,7 +8,6 @@ from flask import Response, jsonify
 from marshmallow import fields, validate
 
 from app.api.base import (
-    MOST,
     Paged,
     Scoped,
     SdkSchema,
@@ -18,13 +17,14 @@ from app.api.base import (
     label,
     metadata,
     needs,
+    page_limit,
     services,
 )
 from app.api.base import blueprint as make
 from app.api.checkpoints import SignedUrl
 from app.services.views import Page
 
-blueprint = make("sessions", "Sessions")
+blueprint = make("sessions", "Sessions", parameters={"session_id": "the session_id of create_session"})
 
 _MOST_TAGS = 64
 _NO_REASON = validate.NoneOf(
@@ -91,7 +91,7 @@ def finish_session(asked: dict[str, Any], session_id: str) -> dict[str, str]:
 
 
 class ListSessions(Paged, Scoped):
-    limit = fields.Integer(load_default=20, validate=validate.Range(1, MOST))
+    limit = page_limit(20)
 
 
 class SessionList(SdkSchema):
@@ -209,6 +209,7 @@ def export_trace(session_id: str) -> dict[str, str]:
 
 @blueprint.route("/sessions/<session_id>/trace", methods=["GET"])
 @blueprint.arguments(SignedUrl(), location="query")
+@blueprint.doc(security=[])
 @blueprint.response(200, description="The trace", content_type="application/json")
 def get_trace(asked: dict[str, Any], session_id: str) -> Response:
     """The timeline behind a signed link, for ui.perfetto.dev."""

@@ -57,7 +57,7 @@ _ADAM_DEFAULTS = AdamParams()
 
 weights_blueprint = make("weights", "Weights")
 
-custom_losses_blueprint = make("custom_losses", "Custom losses")
+custom_losses_blueprint = make("custom_losses", "Training")
 # The JSON of a loss is about twice as large as its form in the journal (MAX_BYTES of app/wire/custom_loss.py).
 _MAX_LOSS_BODY = 512 * 1024
 

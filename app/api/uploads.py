@@ -17,7 +17,14 @@ from app.api.models import LoraConfig
 from app.errors import NotFound
 from app.stores.objects.folder import FolderStore
 
-blueprint = make("uploads", "Uploads of adapters")
+blueprint = make(
+    "uploads",
+    "Downloads and uploads",
+    parameters={
+        "most_bytes": "the most bytes that the file may have, from a signed URL",
+        "key": "the key of an object, from a signed URL",
+    },
+)
 
 
 class StartUpload(SdkSchema):
@@ -66,6 +73,7 @@ def finish_upload(asked: dict[str, Any]) -> dict[str, str]:
 
 @blueprint.route("/uploads/<int:most_bytes>/<path:key>", methods=["PUT"])
 @blueprint.arguments(SignedUrl(), location="query")
+@blueprint.doc(security=[])
 @blueprint.response(200)
 def put_file(asked: dict[str, Any], most_bytes: int, key: str) -> dict[str, str]:
     """Store a file of an upload behind a signed URL; a file that was sent before is replaced."""

@@ -19,44 +19,6 @@ _NUMBER_OR_AUTO = {
     "default": "auto",
 }
 _CHOSEN = {"default": 0, "minimum": 0, "type": "integer"}
-_CHECKPOINT = "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}"
-# Only summaries and descriptions of these differ: they are in plainer words.
-_REWORDED = {
-    "delete /api/v1/auth/apikey/me": "bd652d025016a353df1405e16ec7fbe8adb0738323ecf9ca6559daa16d415cc3",
-    "delete /api/v1/queue/{request_id}": "faf010f3f42dc9812c5e078b7c4716d37e241f7f59d6d9a6a7840f626eec777a",
-    f"delete {_CHECKPOINT}/publish": "af62b7112c50248f3483e9143a7137161a83c110d21f879ceca737ea04b087f5",
-    "get /api/models/{repo_id}": "dcd0c43318c060a9460b99bee7849243da90bafc1ceb2753d7c6b331f56d2390",
-    "get /api/models/{repo_id}/revision/{revision}": "dcd0c43318c060a9460b99bee7849243da90bafc1ceb2753d7c6b331f56d2390",
-    "get /api/v1/audit": "fe042bf46d2f5a158bc1ea5c46106abba5e08bd313dfe06dcc2b417358dfaef2",
-    "get /api/v1/auth/apikey/me": "eaebe7266790f06d91274a2ae5c741d7742e693fc8f592b1d808aa0133bce3d8",
-    "get /api/v1/billing/usage/checkpoints/current": "8da84bc8e202eeb37de6493a51701fb9fe0bdfdde019619692242643eedfa67f",
-    "get /api/v1/billing/usage/events": "fabc9973bd44c4c868816e9b56b83eefbb3760342fb71aed6edb1d800da72b35",
-    "get /api/v1/limits": "7891f05b78d548c701097ec41bf12d8922b082a8acd6acaf1d8cf0e4932bf8cb",
-    "get /api/v1/queue": "e9e4fdfb1ac3870b87976ce9060e245f6efb6adeafd2f25b400731d164fcd992",
-    "get /api/v1/samplers/{sampler_id}": "456250c2278a2892f4c5d9f09406a5987a4051fde41104a8801b44b47b8befc6",
-    "get /api/v1/training_runs/{run}": "ebac6de3f33f8c7bab2fe7d699a9a0c1295945d75fdf982763f999a32aa44a3f",
-    "get /api/v1/training_runs/{run}/checkpoints": "3a3990c1d4cc7d6b19462670ddef726138aebeba147034f16bcc1eb6f5d7131a",
-    f"get {_CHECKPOINT}/archive": "7fc3760a4ca066f52b896a168ad7c6bf07b3955a1d95b4fba2be2194ca9f31d6",
-    "post /api/v1/auth/token": "9f33ff1d22b081007a92d7a1d050c400ba6c57334a23356f25dfd437ddc62d27",
-    "post /api/v1/client/config": "7661c65ffe54a19dc5049828733e080d016ee6875b3b31b22945642cd42169b1",
-    "post /api/v1/client/dynamic_config": "2b81d46fca4ec22d71ae777687e2e693bd58a62df58a08c63525369797205760",
-    "post /api/v1/copy_weights": "fc1a09bdd81720b96a11a0570c607a5b277bea4b2dd7ee70d8408278ddbd44ad",
-    "post /api/v1/create_custom_loss": "f2540e61cea3febafc6d46012166a0aac323112f5f3ac0c55a70a70ff253fc7a",
-    "post /api/v1/get_info": "b132a032bd534f552c0a6611b67fe8d7776ee98f360db65a5d8a987af7282607",
-    "post /api/v1/join_sampling_session": "93d5f00c552d6c283b95af3e578b8c3541102e990e0d3bdfbfa0045c0d5581db",
-    "post /api/v1/retrieve_future": "51605d54b4741ca546fd80a2d08fdf87302e0761b0958c6481c8df3d77f335ff",
-    "post /api/v1/retrieve_futures": "d832b0ea7ac802b04c3fc8bac9be99e0d0141cc4eb29abb723dd2a12c3d75c5b",
-    f"post {_CHECKPOINT}/publish": "bf202658631afefa3e0a1d21a5506565938dd7f77fb575f012b95fb31734bb64",
-    "post /api/v1/unload_model": "9033cbef0819317682924729aca9822594a6ef86421462cc77011529f1a4b95f",
-    "post /api/v1/weights_info": "6b0495dccac6f7b1f285ee2ec0285c04851a4046a7b305d845a51478299f3669",
-    "post /oai/api/v1/completions": "a128f38e78a158ac0dc5c25f2c74b9b191bc646853a88d432d8d337a41f79b5a",
-    f"put {_CHECKPOINT}/ttl": "3f433c574074f493ce22a502ce92d109e45db8fea8ef6cfa672f4f893e8cd200",
-    "schemas CopyWeights": "2db128cf0536716262f3722e69ab0e21371c54e2b8648da2dd9946cfecdda676",
-    "schemas LoadWeights": "8bf48c5a0e1b800cb58a4f833d273a1b7e95dd56739f7cb91cdecf545a8f36bd",
-    "schemas SaveWeightsExternal": "0bf0c768dde3a1eb691ba68efee86fe08020af9780d324c1f93d8bedf40c9f73",
-    "schemas SaveWeightsForSampler": "8ff4e936825749ef035554fc4b0a357cb34599efc68b901c4adcb531adffd07e",
-    "schemas WaitingCall": "1f673d3145a446b5ec5d5300103bedd71e159755d3344a6b7e06cadece03c0f4",
-}
 
 CHANGED: dict[str, dict[str, Any]] = {
     # A negative index was accepted, and failed when the worker started; each copy can have a list of its own, and
@@ -80,16 +42,12 @@ CHANGED: dict[str, dict[str, Any]] = {
         **{f"base_models[0].{section}.max_batch": 0 for section in ("sampler", "full_sampler")},
     },
     # A checkpoint's answer also has its base model; a served model's has what adapters cover, and who refuses it.
-    # Uploads are a group of routes of their own.
     "openapi": {
-        **_REWORDED,
-        "get /api/v1/get_server_capabilities": "deacc034ff85e815f0de4062db3a366fd1bd55db48827ee0dc7c385c6db8b5d5",
-        "schemas SupportedModel": "c0d017e4a6a6df2b1f8fd34dbf34a39cfd534735d04e59a271b8c641d7e7042d",
+        "schemas SupportedModel": "d352ee6a441b8c29f40aa100a14b936fa25228e82294c52f706e649925f55d35",
         "schemas Sample": "b37fc481701bad27554f6e75c5a1ab2021592e0e4ee7b5f09630e0205c5a278a",
         # The limit live_sessions, and its use.
         "schemas _Limits": "eb4a5bfcb54a74a5d341f5ae59eab1ec5a8d080215d385cc254cfbf7e5e05d00",
         "schemas _Used": "60a0937df30bb66381195429b6db12967b4785cbd42c56df68c3b0f96fef7f99",
-        "tags": "2224ae7df26554031d41338a7e164ca5d3230bbfa010dd60c21f18e9290ee91a",
         # parallel_tool_calls can be false.
         "schemas ChatCompletion": "51e6ca9432faa0094792bcc383be9b1bb601581f61dc746c60d2597e9df8a9fb",
         "schemas Checkpoint": "e84a265c8f99dde1a6ef60d3716015d2da09d885e191024ca437442c50198981",
@@ -133,6 +91,7 @@ ADDED: dict[str, set[str]] = {
         "schemas SearchCheckpoints",
         "schemas StartUpload",
         "schemas UploadStarted",
+        "securitySchemes key",
     },
     "command line": {
         *(

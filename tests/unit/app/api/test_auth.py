@@ -19,6 +19,8 @@ PUBLIC = {
     "/metrics",
     "/openapi.json",
     "/docs",
+    "/docs/start.js",
+    "/docs/<name>",
     "/api/v1/archives/<path:prefix>",
     "/api/v1/public_archives/<run>/<kind>/<name>",
     "/api/v1/objects/<path:key>",
