@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from app.api.base import SdkSchema, current_caller, services
 from app.api.base import blueprint as make
+from app.api.examples import CAPABILITIES
 from app.telemetry import QUEUES, exposition
 
 client_blueprint = make("client", "Start")
@@ -118,7 +119,7 @@ class ServerCapabilities(SdkSchema):
 
 
 @client_blueprint.route("/get_server_capabilities", methods=["GET"])
-@client_blueprint.response(200, ServerCapabilities)
+@client_blueprint.response(200, ServerCapabilities, example=CAPABILITIES.response)
 def get_server_capabilities() -> dict[str, Any]:
     """The base models served here, whether their workers are up, and the weights that LoRA adapters cover."""
     return {"supported_models": services().bases.capabilities()}

@@ -21,6 +21,7 @@ from app.api.base import (
     suspension,
 )
 from app.api.base import blueprint as make
+from app.api.examples import RETRIEVE_FUTURE, TRY_AGAIN
 from app.domain.results import JSON, PROTOBUF
 from app.services.views import Page
 from app.stores.redis.types import Completion
@@ -45,12 +46,15 @@ class TryAgain(SdkSchema):
 
 
 @futures_blueprint.route("/retrieve_future", methods=["POST"])
-@futures_blueprint.arguments(RetrieveFuture())
+@futures_blueprint.arguments(RetrieveFuture(), example=RETRIEVE_FUTURE.request)
 @futures_blueprint.response(
     200,
     description="The stored result: protobuf for forward_backward and sample, or JSON if Accept asks for it",
+    example=RETRIEVE_FUTURE.response,
 )
-@futures_blueprint.alt_response(408, schema=TryAgain, description="The result is not ready yet: poll again at once")
+@futures_blueprint.alt_response(
+    408, schema=TryAgain, example=TRY_AGAIN, description="The result is not ready yet: poll again at once"
+)
 def retrieve_future(asked: dict[str, Any]) -> Response | tuple[dict[str, str], int]:
     """Wait for a future's result."""
     future = services().polls.wait(asked["request_id"], current_caller(), suspension())

@@ -8,6 +8,7 @@ from marshmallow import fields, validate
 
 from app.api.base import SdkSchema, counter, current_caller, identifier, metadata, needs, services
 from app.api.base import blueprint as make
+from app.api.examples import CREATE_MODEL
 from app.api.futures import Promise
 
 blueprint = make("models", "Training")
@@ -41,8 +42,8 @@ class CreateModel(SdkSchema):
 
 @blueprint.route("/create_model", methods=["POST"])
 @needs("train")
-@blueprint.arguments(CreateModel())
-@blueprint.response(200, Promise)
+@blueprint.arguments(CreateModel(), example=CREATE_MODEL.request)
+@blueprint.response(200, Promise, example=CREATE_MODEL.response)
 def create_model(asked: dict[str, Any]) -> dict[str, str]:
     """A fresh LoRA adapter on a base model; with `lora_config` null all of its weights are trained."""
     return services().models.create(current_caller(), asked)

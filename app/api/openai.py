@@ -17,6 +17,7 @@ from marshmallow import RAISE, Schema, ValidationError, fields, pre_load, valida
 from app.api import errors
 from app.api.base import FirstWrong, current_caller, identifier, large, needs, services
 from app.api.base import blueprint as make
+from app.api.examples import CHAT, COMPLETION
 from app.services.openai.service import Answer
 
 blueprint = make(
@@ -142,8 +143,10 @@ def _all(value: Any, kind: type) -> bool:
 @blueprint.route("/completions", methods=["POST"])
 @needs("sample")
 @large
-@blueprint.arguments(Completion(), error_status_code=400)
-@blueprint.response(200, description="A text_completion; with `stream`, its chunks as server-sent events")
+@blueprint.arguments(Completion(), example=COMPLETION.request, error_status_code=400)
+@blueprint.response(
+    200, description="A text_completion; with `stream`, its chunks as server-sent events", example=COMPLETION.response
+)
 def completions(asked: dict[str, Any]) -> Response | dict[str, Any]:
     """Complete a text or a list of tokens."""
     return _answered(services().openai.complete(current_caller(), asked, _gone()), asked)
@@ -191,8 +194,10 @@ class ChatCompletion(Request):
 @blueprint.route("/chat/completions", methods=["POST"])
 @needs("sample")
 @large
-@blueprint.arguments(ChatCompletion(), error_status_code=400)
-@blueprint.response(200, description="A chat.completion; with `stream`, its chunks as server-sent events")
+@blueprint.arguments(ChatCompletion(), example=CHAT.request, error_status_code=400)
+@blueprint.response(
+    200, description="A chat.completion; with `stream`, its chunks as server-sent events", example=CHAT.response
+)
 def chat_completions(asked: dict[str, Any]) -> Response | dict[str, Any]:
     """Answer in a conversation, by the model's chat template."""
     return _answered(services().openai.chat(current_caller(), asked, _gone()), asked)

@@ -8,6 +8,7 @@ from marshmallow import fields, validate
 
 from app.api.base import SdkSchema, counter, current_caller, identifier, large, needs, services
 from app.api.base import blueprint as make
+from app.api.examples import CREATE_SAMPLING_SESSION, SAMPLE
 from app.api.futures import SamplePromise
 
 blueprint = make(
@@ -30,8 +31,8 @@ class SamplingSessionCreated(SdkSchema):
 
 @blueprint.route("/create_sampling_session", methods=["POST"])
 @needs("sample")
-@blueprint.arguments(CreateSamplingSession())
-@blueprint.response(200, SamplingSessionCreated)
+@blueprint.arguments(CreateSamplingSession(), example=CREATE_SAMPLING_SESSION.request)
+@blueprint.response(200, SamplingSessionCreated, example=CREATE_SAMPLING_SESSION.response)
 def create_sampling_session(asked: dict[str, Any]) -> dict[str, str]:
     """A sampler for a base model or a checkpoint."""
     return {"sampling_session_id": services().sampling.create_session(current_caller(), asked)}
@@ -98,8 +99,8 @@ class Sample(SdkSchema):
 @blueprint.route("/asample", methods=["POST"])
 @needs("sample")
 @large
-@blueprint.arguments(Sample())
-@blueprint.response(200, SamplePromise)
+@blueprint.arguments(Sample(), example=SAMPLE.request)
+@blueprint.response(200, SamplePromise, example=SAMPLE.response)
 def asample(asked: dict[str, Any]) -> dict[str, Any]:
     """Sample sequences, or only score a prompt."""
     return services().sampling.sample(current_caller(), asked)

@@ -22,6 +22,7 @@ from app.api.base import (
 )
 from app.api.base import blueprint as make
 from app.api.checkpoints import SignedUrl
+from app.api.examples import CREATE_SESSION
 from app.services.views import Page
 
 blueprint = make("sessions", "Sessions", parameters={"session_id": "the session_id of create_session"})
@@ -50,8 +51,8 @@ class SessionCreated(SdkSchema):
 
 @blueprint.route("/create_session", methods=["POST"])
 @needs("train", "sample")
-@blueprint.arguments(CreateSession())
-@blueprint.response(200, SessionCreated)
+@blueprint.arguments(CreateSession(), example=CREATE_SESSION.request)
+@blueprint.response(200, SessionCreated, example=CREATE_SESSION.response)
 def create_session(asked: dict[str, Any]) -> dict[str, str]:
     """Open a session."""
     return {"session_id": services().sessions.create(current_caller(), asked)}

@@ -34,6 +34,7 @@ from app.api.base import (
 )
 from app.api.base import blueprint as make
 from app.api.errors import NOT_UNICODE, describe
+from app.api.examples import FORWARD_BACKWARD, OPTIM_STEP, SAVE_WEIGHTS
 from app.api.futures import Promise
 from app.api.models import model_role
 from app.domain.ops import AdamParams
@@ -49,7 +50,10 @@ _BATCH_BODY = {
     "required": True,
     "description": "A ForwardBackwardRequest of app/wire/tinker.proto, or the same as JSON, as older SDKs send it; "
     "zstd-compressed if Content-Encoding says so.",
-    "content": {"application/x-protobuf": {"schema": {"type": "string", "format": "binary"}}, **_JSON},
+    "content": {
+        "application/json": {**_JSON["application/json"], "example": FORWARD_BACKWARD.request},
+        "application/x-protobuf": {"schema": {"type": "string", "format": "binary"}},
+    },
 }
 _FORWARD_BODY = {"required": True, "description": "model_id, seq_id, and forward_input with a batch.", "content": _JSON}
 
@@ -100,7 +104,7 @@ def consumes_seq(*, gradient: bool = False) -> Callable[[View], View]:
 @training_blueprint.doc(requestBody=_BATCH_BODY)
 @large
 @consumes_seq(gradient=True)
-@training_blueprint.response(200, Promise)
+@training_blueprint.response(200, Promise, example=FORWARD_BACKWARD.response)
 def forward_backward() -> dict[str, str]:
     """Add a batch's gradient to the pending one, or only compute its logprobs."""
     return services().training.forward_backward(current_caller(), read_envelope())
@@ -143,8 +147,8 @@ class OptimStep(SdkSchema):
 @training_blueprint.route("/optim_step", methods=["POST"])
 @needs("train")
 @consumes_seq()
-@training_blueprint.arguments(OptimStep())
-@training_blueprint.response(200, Promise)
+@training_blueprint.arguments(OptimStep(), example=OPTIM_STEP.request)
+@training_blueprint.response(200, Promise, example=OPTIM_STEP.response)
 def optim_step(asked: dict[str, Any]) -> dict[str, str]:
     """One AdamW step on the pending gradient."""
     return services().training.optim_step(current_caller(), asked)
@@ -167,8 +171,8 @@ class SaveWeights(_Save):
 @weights_blueprint.route("/save_weights", methods=["POST"])
 @needs("train")
 @consumes_seq()
-@weights_blueprint.arguments(SaveWeights())
-@weights_blueprint.response(200, Promise)
+@weights_blueprint.arguments(SaveWeights(), example=SAVE_WEIGHTS.request)
+@weights_blueprint.response(200, Promise, example=SAVE_WEIGHTS.response)
 def save_weights(asked: dict[str, Any]) -> dict[str, str]:
     """A training checkpoint: weights and optimizer state."""
     return services().training.save_weights(current_caller(), asked)

@@ -50,6 +50,10 @@ CHANGED: dict[str, dict[str, Any]] = {
         "schemas _Used": "60a0937df30bb66381195429b6db12967b4785cbd42c56df68c3b0f96fef7f99",
         # parallel_tool_calls can be false.
         "schemas ChatCompletion": "51e6ca9432faa0094792bcc383be9b1bb601581f61dc746c60d2597e9df8a9fb",
+        # Their answers in JSON are described, with an example.
+        "post /api/v1/retrieve_future": "d2fd7fe87ee6012cda53fe44333725649f6c0e2ecf00daaf559e9647d7746c8d",
+        "post /oai/api/v1/chat/completions": "abd5990d5f58a47caa0083cb968475addef6a51177cfaf8c732c90ff35081377",
+        "post /oai/api/v1/completions": "3da9c8db7e6407f3f5e348cfd4cb23dd0669169ebecdbe81f6c817d7f10b3a31",
         "schemas Checkpoint": "e84a265c8f99dde1a6ef60d3716015d2da09d885e191024ca437442c50198981",
     },
 }
