@@ -99,7 +99,7 @@ class TrainingRunPage(SdkSchema):
 @runs_blueprint.arguments(ListTrainingRuns(), location="query")
 @runs_blueprint.response(200, TrainingRunPage)
 def list_training_runs(asked: dict[str, Any]) -> dict[str, Any]:
-    """Runs, newest first."""
+    """List runs, newest first."""
     page = Page(asked["offset"], asked["limit"])
     return services().runs.list_runs(current_caller(), asked["access_scope"], asked.get("project_id"), page)
 
@@ -197,7 +197,7 @@ class CheckpointPage(CheckpointList):
 @checkpoints_blueprint.arguments(Paged(), location="query")
 @checkpoints_blueprint.response(200, CheckpointPage)
 def list_all_checkpoints(asked: dict[str, Any]) -> dict[str, Any]:
-    """Checkpoints of all runs, newest first."""
+    """List the checkpoints of all runs, newest first."""
     return services().checkpoints.list_all(current_caller(), Page(asked["offset"], asked["limit"]))
 
 
@@ -231,7 +231,7 @@ class CheckpointsFound(CheckpointList):
 @checkpoints_blueprint.arguments(SearchCheckpoints())
 @checkpoints_blueprint.response(200, CheckpointsFound)
 def search_checkpoints(asked: dict[str, Any]) -> dict[str, Any]:
-    """Checkpoints by project, metadata, type and base model, newest first."""
+    """Search checkpoints by project, metadata, type and base model, newest first."""
     return services().checkpoint_search(current_caller(), asked)
 
 
@@ -300,7 +300,7 @@ def get_checkpoint_archive(run: str, kind: str, name: str) -> Response:
 @archives_blueprint.doc(security=[])
 @archives_blueprint.response(200, description="The tar", content_type="application/x-tar")
 def get_archive(asked: dict[str, Any], prefix: str) -> Response:
-    """An archive behind a signed URL."""
+    """Download an archive behind a signed URL."""
     return _tar(services().archives.open(prefix, asked["expires"], asked["signature"]))
 
 
@@ -309,7 +309,7 @@ def get_archive(asked: dict[str, Any], prefix: str) -> Response:
 @archives_blueprint.doc(security=[])
 @archives_blueprint.response(200, description="The tar", content_type="application/x-tar")
 def get_public_archive(asked: dict[str, Any], run: str, kind: str, name: str) -> Response:
-    """A published checkpoint's archive behind a signed URL, as long as it is published."""
+    """Download a published checkpoint's archive behind a signed URL, as long as it is published."""
     path = TinkerPath.parse(f"tinker://{run}/{kind}/{name}")
     return _tar(services().archives.open_public(path, asked["expires"], asked["signature"]))
 
@@ -323,7 +323,7 @@ def _tar(archive: Archive) -> Response:
 @objects_blueprint.doc(security=[])
 @objects_blueprint.response(200, description="The file", content_type="application/octet-stream")
 def get_object(asked: dict[str, Any], key: str) -> Response:
-    """A file behind a signed URL."""
+    """Download a file behind a signed URL."""
     store = services().objects
     if not isinstance(store, FolderStore):
         raise NotFound(f"object {key[:200]!r} does not exist")

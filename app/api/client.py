@@ -78,7 +78,7 @@ class TelemetryAnswer(SdkSchema):
 @client_blueprint.route("/telemetry", methods=["POST"])
 @client_blueprint.response(200, TelemetryAnswer)
 def telemetry() -> dict[str, str]:
-    """Accepted and dropped unread: events may hold API keys and tracebacks."""
+    """Accept telemetry and drop it unread: events may hold API keys and tracebacks."""
     return {"status": "accepted"}
 
 
@@ -121,7 +121,7 @@ class ServerCapabilities(SdkSchema):
 @client_blueprint.route("/get_server_capabilities", methods=["GET"])
 @client_blueprint.response(200, ServerCapabilities, example=CAPABILITIES.response)
 def get_server_capabilities() -> dict[str, Any]:
-    """The base models served here, whether their workers are up, and the weights that LoRA adapters cover."""
+    """List the base models, whether their workers are up, and the weights that LoRA adapters cover."""
     return {"supported_models": services().bases.capabilities()}
 
 
@@ -133,7 +133,7 @@ class Health(SdkSchema):
 @client_blueprint.doc(security=[])
 @client_blueprint.response(200, Health)
 def healthz() -> dict[str, str]:
-    """The process answers; see /readyz for whether it can work."""
+    """Answer if the process runs; /readyz says whether it can work."""
     return {"status": "ok"}
 
 
@@ -141,7 +141,7 @@ def healthz() -> dict[str, str]:
 @operations_blueprint.doc(security=[])
 @operations_blueprint.response(200)
 def readyz() -> tuple[dict[str, Any], int]:
-    """200 once every base model has a live trainer and sampler; else 503 with what is missing."""
+    """Answer 200 once every base model has a live trainer and sampler, else 503 with those that are missing."""
     missing = services().bases.missing()
     return {"ready": not missing, "missing": missing}, 503 if missing else 200
 
@@ -150,6 +150,6 @@ def readyz() -> tuple[dict[str, Any], int]:
 @operations_blueprint.doc(security=[])
 @operations_blueprint.response(200, content_type="text/plain")
 def metrics() -> Response:
-    """Prometheus metrics of the API process and of the queues."""
+    """Return Prometheus metrics of the API process and of the queues."""
     QUEUES.set(services().oplog.pending(depth=1))
     return Response(exposition(), content_type=CONTENT_TYPE_LATEST)

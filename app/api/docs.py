@@ -1,6 +1,6 @@
 """The page at /docs: Swagger UI on openapi.json, with every file from this server.
 
-It tries a call with the key that its reader enters, which it sends to this server alone and forgets when it is closed.
+It tries calls with the key that its reader enters. The key goes to this server alone and is kept nowhere.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PAGE = """<!doctype html>
 <script src="docs/start.js"></script>
 </html>
 """
-# Only readers with the page's own origin see the key. With a validatorUrl, the page would send its address elsewhere.
+# By default a server of Swagger's validates the document; null turns that off.
 _START = """SwaggerUIBundle({
   url: "openapi.json",
   dom_id: "#docs",

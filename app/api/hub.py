@@ -27,7 +27,7 @@ blueprint = make(
 @blueprint.doc(security=[])
 @blueprint.response(200, description="The file", content_type="application/octet-stream")
 def get_file(repo_id: str, revision: str, name: str) -> Response:
-    """A file of a base model's tokenizer."""
+    """Download a file of a base model's tokenizer."""
     found = services().hub.repository(repo_id, revision)
     file = found.file(name)
     answer = send_file(file.path, mimetype="application/octet-stream", etag=file.oid)
@@ -74,6 +74,6 @@ class HubEntry(Schema):
 @blueprint.doc(security=[])
 @blueprint.response(200, HubEntry(many=True))
 def list_files(repo_id: str, revision: str, folder: str = "") -> list[dict[str, Any]]:
-    """All files of a base model's tokenizer, or those in a folder."""
+    """List all files of a base model's tokenizer, or those in a folder."""
     files = services().hub.repository(repo_id, revision).below(folder)
     return [{"type": "file", "path": name, "size": file.size, "oid": file.oid} for name, file in files.items()]

@@ -45,7 +45,7 @@ class CreateModel(SdkSchema):
 @blueprint.arguments(CreateModel(), example=CREATE_MODEL.request)
 @blueprint.response(200, Promise, example=CREATE_MODEL.response)
 def create_model(asked: dict[str, Any]) -> dict[str, str]:
-    """A fresh LoRA adapter on a base model; with `lora_config` null all of its weights are trained."""
+    """Create a model: a fresh LoRA adapter, or all weights of a base model if lora_config is null."""
     return services().models.create(current_caller(), asked)
 
 

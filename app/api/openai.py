@@ -206,7 +206,7 @@ def chat_completions(asked: dict[str, Any]) -> Response | dict[str, Any]:
 @blueprint.route("/models", methods=["GET"])
 @blueprint.response(200, description="A list of model objects")
 def models() -> dict[str, Any]:
-    """The base models that can be sampled now, and one's own sampler checkpoints."""
+    """List the base models that can be sampled now, and the caller's sampler checkpoints."""
     return {"object": "list", "data": services().openai.models(current_caller())}
 
 

@@ -34,7 +34,7 @@ class SamplingSessionCreated(SdkSchema):
 @blueprint.arguments(CreateSamplingSession(), example=CREATE_SAMPLING_SESSION.request)
 @blueprint.response(200, SamplingSessionCreated, example=CREATE_SAMPLING_SESSION.response)
 def create_sampling_session(asked: dict[str, Any]) -> dict[str, str]:
-    """A sampler for a base model or a checkpoint."""
+    """Create a sampler for a base model or a checkpoint."""
     return {"sampling_session_id": services().sampling.create_session(current_caller(), asked)}
 
 

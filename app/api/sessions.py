@@ -67,7 +67,7 @@ class Heartbeat(SdkSchema):
 @blueprint.arguments(Heartbeat())
 @blueprint.response(200)
 def session_heartbeat(asked: dict[str, Any]) -> dict[str, str]:
-    """Say that the client is still there."""
+    """Keep a session alive."""
     services().sessions.heartbeat(asked["session_id"], current_caller())
     return {}
 
@@ -103,7 +103,7 @@ class SessionList(SdkSchema):
 @blueprint.arguments(ListSessions(), location="query")
 @blueprint.response(200, SessionList)
 def list_sessions(asked: dict[str, Any]) -> dict[str, list[str]]:
-    """Sessions, newest first."""
+    """List sessions, newest first."""
     page = Page(asked["offset"], asked["limit"])
     return {"sessions": services().sessions.list_ids(current_caller(), asked["access_scope"], page)}
 
@@ -162,7 +162,7 @@ class SessionsFound(SdkSchema):
 @blueprint.arguments(SearchSessions())
 @blueprint.response(200, SessionsFound)
 def search_sessions(asked: dict[str, Any]) -> dict[str, Any]:
-    """Sessions by name, metadata, status and project, newest first."""
+    """Search sessions by name, metadata, status and project, newest first."""
     return services().session_search(current_caller(), asked)
 
 
@@ -177,7 +177,7 @@ class SessionContent(SdkSchema):
 @blueprint.arguments(Scoped(), location="query")
 @blueprint.response(200, SessionContent)
 def get_session(_: dict[str, Any], session_id: str) -> dict[str, Any]:
-    """The runs and samplers of a session."""
+    """Return the runs and samplers of a session."""
     return services().sessions.describe(session_id, current_caller())
 
 
@@ -190,7 +190,7 @@ class MoveSession(SdkSchema):
 @blueprint.arguments(MoveSession())
 @blueprint.response(200)
 def move_session(asked: dict[str, Any], session_id: str) -> dict[str, str]:
-    """Give a session to another project, with its runs, samplers and checkpoints."""
+    """Move a session to another project, with its runs, samplers and checkpoints."""
     services().sessions.move(session_id, current_caller(), asked["project_id"])
     return {}
 
@@ -204,7 +204,7 @@ class TraceExport(SdkSchema):
 @blueprint.route("/sessions/<session_id>/trace_export", methods=["GET"])
 @blueprint.response(200, TraceExport)
 def export_trace(session_id: str) -> dict[str, str]:
-    """A link to the timeline of a session's calls."""
+    """Return a link to the timeline of a session's calls."""
     return services().traces.export(session_id, current_caller())
 
 
@@ -213,5 +213,5 @@ def export_trace(session_id: str) -> dict[str, str]:
 @blueprint.doc(security=[])
 @blueprint.response(200, description="The trace", content_type="application/json")
 def get_trace(asked: dict[str, Any], session_id: str) -> Response:
-    """The timeline behind a signed link, for ui.perfetto.dev."""
+    """Download the timeline behind a signed link, for ui.perfetto.dev."""
     return jsonify(services().traces.read(session_id, asked["expires"], asked["signature"]))

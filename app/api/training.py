@@ -117,7 +117,7 @@ def forward_backward() -> dict[str, str]:
 @consumes_seq()
 @training_blueprint.response(200, Promise)
 def forward() -> dict[str, str]:
-    """Only compute a batch's logprobs; newer SDKs ask forward_backward for that."""
+    """Only compute a batch's logprobs, for older SDKs; newer ones use forward_backward."""
     envelope = read_envelope()
     if not envelope.forward_only:
         raise BadRequest("forward needs its batch in forward_input; send a batch for gradients to forward_backward")
@@ -150,7 +150,7 @@ class OptimStep(SdkSchema):
 @training_blueprint.arguments(OptimStep(), example=OPTIM_STEP.request)
 @training_blueprint.response(200, Promise, example=OPTIM_STEP.response)
 def optim_step(asked: dict[str, Any]) -> dict[str, str]:
-    """One AdamW step on the pending gradient."""
+    """Take one AdamW step with the pending gradient."""
     return services().training.optim_step(current_caller(), asked)
 
 
@@ -174,7 +174,7 @@ class SaveWeights(_Save):
 @weights_blueprint.arguments(SaveWeights(), example=SAVE_WEIGHTS.request)
 @weights_blueprint.response(200, Promise, example=SAVE_WEIGHTS.response)
 def save_weights(asked: dict[str, Any]) -> dict[str, str]:
-    """A training checkpoint: weights and optimizer state."""
+    """Save a training checkpoint: weights and optimizer state."""
     return services().training.save_weights(current_caller(), asked)
 
 
@@ -194,7 +194,7 @@ class SaveWeightsForSampler(_Save):
 @weights_blueprint.arguments(SaveWeightsForSampler())
 @weights_blueprint.response(200, Promise)
 def save_weights_for_sampler(asked: dict[str, Any]) -> dict[str, str]:
-    """Weights to sample from, kept under a path or for one sampling session."""
+    """Save weights to sample from, under a path or for one sampling session."""
     return services().training.save_weights_for_sampler(current_caller(), asked)
 
 
@@ -215,7 +215,7 @@ class SaveWeightsExternal(_Save):
 @weights_blueprint.arguments(SaveWeightsExternal())
 @weights_blueprint.response(200, Promise)
 def save_weights_external(asked: dict[str, Any]) -> dict[str, str]:
-    """Files to download: PEFT, or the merged model."""
+    """Save files to download: PEFT, or the merged model."""
     return services().training.save_weights_external(current_caller(), asked)
 
 

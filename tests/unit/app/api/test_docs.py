@@ -41,6 +41,7 @@ def test_a_browser_lets_the_page_reach_nothing_but_this_server(api: Api) -> None
     policy = dict(part.split(" ", 1) for part in api.client.get("/docs").headers["Content-Security-Policy"].split("; "))
     assert policy["default-src"] == "'none'"
     assert {policy[kind] for kind in ("script-src", "connect-src")} == {"'self'"}
+    assert policy["img-src"] == "'self' data:"
     assert "<script>" not in api.client.get("/docs").text, "the policy forbids it"
 
 
