@@ -20,6 +20,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _LOSS_ID = re.compile(r"[A-Za-z0-9-]{1,64}:loss:[0-9]{1,10}")
 _UNLOAD_ID = re.compile(r"([A-Za-z0-9-]{1,64}:train:[0-9]{1,9}):unload:0")
 _SEQUENCE_ID = re.compile(r"([A-Za-z0-9-]{1,64}:sample:[0-9]{1,20}):[0-9]{1,20}-[0-9]{1,10}")
+_REQUEST_ID = re.compile(
+    r"[A-Za-z0-9-]{1,64}:((train|sample):[0-9]{1,20}(:unload)?:[0-9]{1,20}(-[0-9]{1,10})?|loss:[0-9]{1,10})"
+)
 _MODEL_ID = re.compile(r"([A-Za-z0-9-]{1,64}):train:([0-9]{1,9})")
 
 
@@ -57,6 +60,11 @@ def openai_sampler_id(session_id: str, base_model: str, prefix: str) -> str:
 def loss_id(session_id: str, custom_loss_seq_id: int) -> str:
     """The id of a custom loss. It is also the request id of the call that creates it."""
     return f"{session_id}:loss:{custom_loss_seq_id}"
+
+
+def is_request_id(text: str) -> bool:
+    """True for the form of a call's id; such a call need not exist."""
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 def unload_id(model_id: str) -> str:

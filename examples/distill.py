@@ -57,7 +57,7 @@ def main() -> None:
     trainer = service.create_lora_training_client(base, rank=16).result()
     tokenizer = trainer.get_tokenizer()
     params = types.SamplingParams(max_tokens=args.tokens, temperature=1.0, stop=[tokenizer.eos_token_id])
-    lines = [json.loads(line)["messages"][:-1] for line in args.data.read_text().splitlines()]
+    lines = [json.loads(line)["messages"][:-1] for line in args.data.open(encoding="utf-8") if line.strip()]
     for step in range(args.steps):
         student = trainer.save_weights_and_get_sampling_client().result()
         chosen = random.Random(step).sample(lines, min(args.batch, len(lines)))

@@ -49,7 +49,7 @@ def main() -> None:
     base = args.model or rest.get_server_capabilities().result().supported_models[0].model_name
     trainer = service.create_lora_training_client(base, rank=16).result()
     tokenizer = trainer.get_tokenizer()
-    rows = [json.loads(line) for line in args.data.read_text().splitlines()]
+    rows = [json.loads(line) for line in args.data.open(encoding="utf-8") if line.strip()]
     # Chosen and rejected answers alternate.
     data = [datum(tokenizer, row["prompt"], row[side]) for row in rows for side in ("chosen", "rejected")]
     outputs = trainer.forward(data, "cross_entropy").result().loss_fn_outputs

@@ -57,7 +57,7 @@ def main() -> None:
     form = {"export_format": "huggingface" if args.merged else "peft"}
     trainer = service.create_lora_training_client(base, rank=args.rank, user_metadata=form).result()
     tokenizer = trainer.get_tokenizer()
-    data = [datum(tokenizer, json.loads(line)["messages"]) for line in args.data.read_text().splitlines()]
+    data = [datum(tokenizer, json.loads(line)["messages"]) for line in args.data.open(encoding="utf-8") if line.strip()]
     print(f"{len(data)} conversations, {base}")
     for step in range(args.steps):
         batch = random.Random(step).sample(data, min(args.batch, len(data)))

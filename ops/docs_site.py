@@ -62,6 +62,8 @@ def _uri(target: Path) -> str | None:
     """The place of a file in the site; None for a folder. README.md is the site's first page."""
     if target.is_dir():
         return None
+    if not target.is_relative_to(ROOT):
+        raise PluginError(f"a link leads out of the repository: {target}")
     if target.is_relative_to(DOCS):
         return target.relative_to(DOCS).as_posix()
     path = target.relative_to(ROOT).as_posix()

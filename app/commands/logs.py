@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from app import ids
 from app.commands.connection import reached, settings_of
 from app.errors import TinsmithError
 from app.stack.config import Options
@@ -78,6 +79,8 @@ def logs(options: Options, request_id: str, *, as_json: bool) -> int:
 
 def read(client: redis.Redis, folder: Path, request_id: str) -> CallReport:
     """Reads what is known. Raises TinsmithError if that is nothing, and redis.RedisError."""
+    if not ids.is_request_id(request_id):
+        raise TinsmithError(f"{request_id!r} is no id of a call: it has the form <run or sampler>:<number>")
     future = _future(client, request_id)
     op = text_fields(read_hash(client, keys.op(request_id)))
     lines = sorted(_lines(folder, request_id), key=lambda line: line.time)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 
@@ -12,8 +12,8 @@ from app.domain.ops import FORWARD_BACKWARD, ForwardBackward, OptimStep
 from app.domain.results import CriticOutput, ForwardBackwardOutput, OptimStepOutput, Output
 
 LOSS_SUM = "loss:sum"
-# A custom loss may answer thousands of metrics, and each run keeps 1,000 points.
-_MOST_METRICS = 16
+# A custom loss may answer thousands of metrics with names of 64 characters, and each run keeps 1,000 points.
+_MOST_METRICS, _MOST_NAMES = 16, 256
 # A longer pause between two calls is no part of the training.
 _IDLE_S = 600.0
 
@@ -59,8 +59,8 @@ class Progress:
                 batch.append(point)
             elif batch:
                 break
-        weight = math.fsum(point.weight for point in batch)
-        return math.fsum(point.metrics.get(LOSS_SUM, 0.0) for point in batch) / weight if weight else None
+        weight = sum(point.weight for point in batch)
+        return sum(point.metrics.get(LOSS_SUM, 0.0) for point in batch) / weight if weight else None
 
     def tokens_per_s(self, now: float) -> float | None:
         """Trained tokens a second, short pauses between calls included, over the points since the last pause of ten
@@ -98,9 +98,10 @@ def point_of(op: object, output: Output) -> Point | None:
 
 
 def _some(metrics: Mapping[str, float]) -> dict[str, float]:
-    """At most _MOST_METRICS metrics, the loss among them, in six digits."""
+    """At most _MOST_METRICS metrics in six digits, with names of _MOST_NAMES characters in all; first the loss."""
     names = sorted(metrics, key=lambda name: name != LOSS_SUM)[:_MOST_METRICS]
-    return {name: float(f"{metrics[name]:.6g}") for name in names}
+    ends = accumulate(map(len, names))
+    return {name: float(f"{metrics[name]:.6g}") for name, end in zip(names, ends, strict=True) if end <= _MOST_NAMES}
 
 
 def _weight(op: ForwardBackward) -> float:

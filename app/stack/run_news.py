@@ -5,10 +5,9 @@ trains.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import redis
 
@@ -26,13 +25,21 @@ _MOST_LINES = 10
 _POINTS = 64
 
 
-@dataclass(slots=True)
-class _Said:
+class _Run(NamedTuple):
+    model: Model
+    steps: int
+    tokens: int
+
+
+class _Said(NamedTuple):
     """A run that was told of: its steps and tokens then, and the time in unix seconds."""
 
     steps: int
     tokens: int
     at: float
+
+    def is_due(self, run: _Run, now: float) -> bool:
+        return now - self.at >= _PAUSE_S and (run.steps, run.tokens) != (self.steps, self.tokens)
 
 
 class RunNews:
@@ -50,44 +57,46 @@ class RunNews:
                 self.look()
 
     def look(self) -> None:
-        """Says what is new. Raises redis.RedisError."""
-        news = list(self._news())
-        for line in news[:_MOST_LINES]:
-            self._say(line)
+        """Says what is new; what does not fit comes with the next look. Raises redis.RedisError."""
+        now, live = self._records.now(), self._live()
+        started = live.keys() - self._known.keys()
+        ended = self._known.keys() - live.keys()
+        further = [id_ for id_, said in self._known.items() if id_ in live and said.is_due(live[id_], now)]
+        news = [*sorted(started), *sorted(ended), *sorted(further, key=lambda id_: self._known[id_].at)]
+        for model_id in news[:_MOST_LINES]:
+            self._say(f"run {short(model_id)}{self._said_of(model_id, live.get(model_id), now)}")
         if len(news) > _MOST_LINES:
             self._say(f"and news of {len(news) - _MOST_LINES} other runs: see `tinsmith status`")
 
-    def _news(self) -> Iterator[str]:
-        now, live = self._records.now(), self._live()
-        found = dict(zip(live, self._records.progress(list(live), _POINTS), strict=True))
-        for model_id in self._known.keys() - live.keys():
-            steps = self._known.pop(model_id).steps
-            yield f"run {short(model_id)} has ended after {_steps(steps)}: {self._cause(model_id)}"
-        for model_id, progress in found.items():
-            said = self._known.get(model_id)
-            if said is None:
-                yield f"run {short(model_id)} starts{_from(progress.steps)}: {_of(live[model_id])}"
-            elif now - said.at < _PAUSE_S or (progress.steps, progress.trained_tokens) == (said.steps, said.tokens):
-                continue
-            else:
-                yield f"run {short(model_id)}: {described(progress, now)}"
-            self._known[model_id] = _Said(progress.steps, progress.trained_tokens, now)
+    def _said_of(self, model_id: str, run: _Run | None, now: float) -> str:
+        before = self._known.pop(model_id, None)
+        if run is None:
+            return f" has ended{self._end_of(model_id)}"
+        self._known[model_id] = _Said(run.steps, run.tokens, now)
+        if before is None:
+            return f" starts{_from(run.steps)}: {_of(run.model)}"
+        [progress] = self._records.progress([model_id], _POINTS)
+        return f": {described(progress, now)}"
 
-    def _live(self) -> dict[str, Model]:
+    def _live(self) -> dict[str, _Run]:
         """The runs in use, by id."""
         heard = {id_.decode() for id_ in cast("list[bytes]", self._redis.zrange(keys.SESSIONS_HEARD, 0, -1))}
         used = [id_ for id_ in self._records.ids(Model.namespace, "") if ids.session_of(id_) in heard]
         found = dict(self._records.read(Model.namespace, used))
-        return {id_: load(Model, fields) for id_, fields in found.items() if fields and not _over(fields)}
+        return {
+            id_: _Run(load(Model, fields), int(fields.get("steps", 0)), int(fields.get("trained_tokens", 0)))
+            for id_, fields in found.items()
+            if fields and not _over(fields)
+        }
 
-    def _cause(self, model_id: str) -> str:
+    def _end_of(self, model_id: str) -> str:
         fields = self._records.get(Model.namespace, model_id)
-        over = "it was deleted" if fields is None else _over(fields)
-        if over:
-            return over
+        if fields is None:
+            return ": it was deleted"
         session = self._records.find(Session, ids.session_of(model_id))
         status = session.status if session else "expired"
-        return "its session expired" if status == "expired" else f"its session was finished ({status})"
+        finished = "its session expired" if status == "expired" else f"its session was finished ({status})"
+        return f" after {_steps(int(fields.get('steps', 0)))}: {_over(fields) or finished}"
 
 
 def _over(fields: Mapping[str, str]) -> str:

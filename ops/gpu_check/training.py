@@ -97,14 +97,18 @@ def _peft(size: str, folder: str) -> Iterator[Row]:
         tokens = torch.from_numpy(batches.random_tokens(len(each), each[0], _VOCABULARY)).long().to(device())
         sizes = {max(1, len(each) * size // 32_768): size for size in _BARE_MICRO_BATCHES}
         steps = {size: partial(_bare_step, model, adamw, torch.split(tokens, rows)) for rows, size in sizes.items()}
-        found = [_row(name, step) | {"micro_batch": size} for size, step in steps.items()]
-        if done := [row for row in found if "step_s" in row]:
-            yield min(done, key=lambda row: min(row["step_s"]))
-            continue
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        yield _row(name, steps[max(steps)]) | {"checkpointing": True}
-        model.gradient_checkpointing_disable()
+        if not (found := _rows(name, steps)):
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            found = [row | {"checkpointing": True} for row in _rows(name, steps)]
+            model.gradient_checkpointing_disable()
+        yield min(found, key=lambda row: min(row["step_s"])) if found else {"batch": name, "failed": "out of memory"}
+
+
+def _rows(name: str, steps: Mapping[int, Callable[[], object]]) -> list[Row]:
+    """The rows of the micro-batches, by tokens, that fit."""
+    found = [_row(name, step) | {"micro_batch": tokens} for tokens, step in steps.items()]
+    return [row for row in found if "step_s" in row]
 
 
 def _bare_step(model: Any, adamw: torch.optim.Optimizer, micro_batches: Sequence[torch.Tensor]) -> None:

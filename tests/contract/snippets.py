@@ -64,7 +64,8 @@ def as_here(text: str, stack: Stack) -> str:
 def run(command: list[str], stack: Stack, folder: Path) -> str:
     """Runs a command in a folder where the stack's data, its model and `tinsmith` are found; returns the output."""
     _furnish(folder, stack)
-    environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
+    environment = {**inherited, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout

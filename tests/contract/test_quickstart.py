@@ -76,7 +76,7 @@ def install(folder: Path) -> None:
 def env(**more: str) -> dict[str, str]:
     """The environment of this process, without what would lead into the checkout."""
     return {
-        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        **{name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "TINKER_"))},
         "HF_HUB_OFFLINE": "1",
         **more,
     }

@@ -111,7 +111,9 @@ def added(x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None) -> Tensor:
 def joins(linear: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
     """True if `joined` computes the linear for x [T, in]: it is frozen, no class of its own changes its product, and no
     hook must see its output or gather its weight."""
-    if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+    if type(linear) is not nn.Linear or "forward" in vars(linear):
+        return False
+    if linear._forward_hooks or linear._forward_pre_hooks:
         return False
     return not linear.weight.requires_grad and suits(x, linear.weight.mT)
 

@@ -172,7 +172,8 @@ class LoraLinear(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         segments = _segments.get()
         if grouped.joins(self.base, flat) and (stack := segments.stack(self.path, flat)):
-            return grouped.joined(flat, self.base, stack, segments.ends(flat)).view(*x.shape[:-1], -1)
+            rows = grouped.joined(flat, self.base, stack, segments.ends(flat))
+            return rows.view(*x.shape[:-1], rows.shape[1])
         out: Tensor = self.base(x)
         rows = out.reshape(-1, out.shape[-1])
         if grouped.suits(flat, rows):

@@ -21,6 +21,7 @@ from app.stores.redis.client import Scripts, is_outage, read_hash, text_fields
 from app.stores.redis.types import Record
 
 # Records per round trip: the server answers other clients in between, and 10,000 records are never in memory at once.
+_POINT_FIELDS = {each.name for each in dataclasses.fields(Point)} - {"kind", "seq", "at"}
 _SLICE = 500
 # Runs whose checkpoints are read in one round trip: the server runs as many scripts before it answers other clients.
 _PREFIXES = 20
@@ -317,8 +318,10 @@ def _ids(client: redis.Redis, index: str, after: str, prefix: str) -> list[str]:
 
 
 def _point(id_: bytes, fields: Mapping[bytes, bytes]) -> Point:
+    """A newer worker may have written more than this one knows."""
     at = int(id_.partition(b"-")[0]) / 1000
-    return Point(fields[b"kind"].decode(), seq=int(fields[b"seq"]), at=at, **json.loads(fields[b"point"]))
+    known = {name: value for name, value in json.loads(fields[b"point"]).items() if name in _POINT_FIELDS}
+    return Point(fields[b"kind"].decode(), seq=int(fields[b"seq"]), at=at, **known)
 
 
 def _paired(flat: Sequence[bytes]) -> dict[bytes, bytes]:

@@ -192,7 +192,7 @@ class HiddenStates(nn.Module):
         """
         if self._trained():
             return LEAST_TOKENS
-        return self._activations.micro_batch_tokens(device, partial(self._probe, device))
+        return self._activations.micro_batch_tokens(device, partial(self._probe, device), packed=self.packed)
 
     def _probe(self, device: torch.device, count: int) -> None:
         """Runs `count` tokens through the base with an adapter on every linear, unless the base itself is trained."""

@@ -72,9 +72,12 @@ def choose(tokens: int, footprint: Footprint, usable: float, *, host: bool) -> i
     return next(fitting, layers + 1 if host else layers)
 
 
-def most_tokens(width: int) -> int:
-    """Returns the most tokens of a GPU's micro-batch for a model of this hidden size: 8,192 to 32,768."""
-    return _MOST * min(max(1, _WIDTH // width), 4)
+def most_tokens(width: int, *, packed: bool) -> int:
+    """Returns the most tokens of a GPU's micro-batch for a model of this hidden size: 8,192 to 32,768.
+
+    Without packing 8,192: such a model makes all logits at once, which no estimate here counts.
+    """
+    return _MOST * min(max(1, _WIDTH // width), 4) if packed else _MOST
 
 
 def micro_batch_tokens(footprint: Footprint, usable: float, setting: bool | Literal["auto"], most: int) -> int:
@@ -124,12 +127,12 @@ class Activations:
             else nullcontext()
         )
 
-    def micro_batch_tokens(self, device: torch.device, run: Callable[[int], object]) -> int:
+    def micro_batch_tokens(self, device: torch.device, run: Callable[[int], object], *, packed: bool) -> int:
         """Returns the tokens of a micro-batch by the memory that is free now; 1,024 on a CPU, so that a result's bits
         depend on no memory. `run` as in `during`."""
         if device.type == "cpu" or not self._layers:
             return LEAST_TOKENS
-        most = most_tokens(self._model.config.get_text_config().hidden_size)
+        most = most_tokens(self._model.config.get_text_config().hidden_size, packed=packed)
         return micro_batch_tokens(self._footprint_by(run), self._usable(most, device), self._setting, most)
 
     def _usable(self, tokens: int, device: torch.device) -> float:

@@ -161,7 +161,8 @@ return 1
 -- seconds to keep, JSON list of {namespace, id, {field = value}} to record in the same step, reason of a failure, JSON
 -- of its usage, the key that holds the body (or ''), the body's size, a point of the model's progress as JSON (or ''),
 -- the tokens it trained. Returns 1, or 0 when fenced.
-local MOST_POINTS = 1000  -- about 150 kB a model
+local MOST_POINTS = 1000  -- 150 kB a model, and at most 500 kB
+local KEPT_S = 30 * 24 * 3600  -- after the last of them
 local model, seq = ARGV[1], tonumber(ARGV[3])
 local key = 'tinsmith:models:' .. model
 local head = redis.call('HMGET', key, 'epoch', 'applied', 'owner', 'steps', 'trained_tokens')
@@ -181,6 +182,7 @@ else
              'trained_tokens', (head[5] or 0) + ARGV[14])
   redis.call('XADD', 'tinsmith:progress:' .. model, 'MAXLEN', MOST_POINTS, '*', 'seq', seq, 'kind', kind,
              'point', ARGV[13])
+  redis.call('EXPIRE', 'tinsmith:progress:' .. model, KEPT_S)
 end
 if ARGV[4] == 'failed' or kind == 'forward' or kind == 'save_weights' then
   drop_payload(request)  -- no replay runs it

@@ -130,6 +130,15 @@ def test_of_a_call_that_has_expired_the_lines_are_left(shown: Callable[..., list
     assert lines[-3:] == ["  forward_backward done", "  Traceback:", "    ValueError"]
 
 
+@pytest.mark.parametrize("text", ["", "7", RUN, RUN.partition(":")[0], "\udcff", f"{RUN}:x"])
+def test_what_is_no_id_of_a_call_matches_nothing(
+    text: str, oplog: RedisOpLog, valkey: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["logs", text, "--data-dir", str(tmp_path), "--redis", valkey]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and "is no id of a call" in err and err.count("\n") == 1
+
+
 def test_an_unknown_call_is_one_sentence_and_exit_code_1(
     oplog: RedisOpLog, valkey: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

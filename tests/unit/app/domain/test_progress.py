@@ -57,6 +57,13 @@ def test_of_many_metrics_a_few_are_kept_and_the_loss_is_one_of_them() -> None:
     assert point.metrics["custom/0:sum"] == 0.333333
 
 
+def test_long_names_of_metrics_do_not_make_a_point_large() -> None:
+    metrics = {"loss:sum": 1.0, **{f"{number:060}:mean": 2.0 for number in range(20)}}
+    point = point_of(OptimStep(AdamParams()), OptimStepOutput(metrics))
+    assert point is not None and "loss:sum" in point.metrics
+    assert 100 < sum(map(len, point.metrics)) <= 256
+
+
 def test_the_loss_of_a_run_is_the_mean_over_the_parts_of_its_newest_batch() -> None:
     points = [gradient(1, 99), step(2), gradient(3, 6, weight=2), gradient(4, 3, weight=1), step(5)]
     assert Progress(2, 0, points).loss == 3

@@ -128,6 +128,14 @@ def test_of_hundreds_of_runs_a_few_lines_are_printed(records, client, news):
     assert news()[-1] == "and news of 290 other runs: see `tinsmith status`"
 
 
+def test_what_did_not_fit_comes_with_the_next_look(records, client, news):
+    for number in range(12):
+        run(records, client, number)
+    first, second = news(), news()
+    told = {line.split()[1] for line in [*first[:10], *second]}
+    assert told == {f"8e7b807b:{number}" for number in range(12)} and len(second) == 2
+
+
 def test_an_outage_is_no_end_of_the_news(records, client, monkeypatch):
     monkeypatch.setattr(run_news, "_EVERY_S", 0.0)
     stopping, looks = threading.Event(), []

@@ -1,4 +1,4 @@
-"""A command that takes too long leaves no process behind."""
+"""A command leaves no process behind, however it ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
+import pytest
 
 from ops.gpu_check import processes
 
@@ -16,13 +17,14 @@ CHILD = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
 print(child.pid, flush=True)
-time.sleep(3600)
 """
 
 
-def test_a_command_that_takes_too_long_is_killed_with_its_children() -> None:
+@pytest.mark.parametrize(("end", "code"), [("time.sleep(3600)", None), ("sys.exit(3)", 3)])
+def test_a_command_that_takes_too_long_or_fails_leaves_no_child(end: str, code: int | None) -> None:
+    seconds = DEADLINE_S if code else 5
     with tempfile.TemporaryFile() as output:
-        assert processes.run([sys.executable, "-c", CHILD], 5, output) is None
+        assert processes.run([sys.executable, "-c", CHILD + end], seconds, output) == code
         output.seek(0)
         child = int(output.read())
     ends = time.monotonic() + DEADLINE_S

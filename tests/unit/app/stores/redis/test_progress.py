@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from app.domain.progress import Point
@@ -39,6 +41,19 @@ def test_a_commit_counts_its_step_or_its_tokens_and_keeps_its_point(oplog, clien
     assert (first.metrics, first.tokens, first.weight, first.seconds) == ({"loss:sum": 1.5}, 7, 3.0, 0.25)
     assert (last.metrics, last.tokens) == ({"grad_norm": 2.0}, 0)
     assert 0 <= RedisRecords(client).now() - last.at < 3600 and first.at <= last.at
+
+
+def test_a_point_of_a_newer_worker_is_read(oplog, client):
+    committed(oplog, [STEP])
+    point = {"metrics": {"grad_norm": 4.0}, "learnt_later": 1}
+    client.xadd(keys.progress(MODEL), {"seq": 1, "kind": STEP.kind, "point": json.dumps(point)})
+    [found] = RedisRecords(client).progress([MODEL], 1)
+    assert found.points[0].metrics == {"grad_norm": 4.0}
+
+
+def test_points_are_kept_for_a_month_after_the_last(oplog, client):
+    committed(oplog, [GRADIENT, STEP])
+    assert 29 < client.ttl(keys.progress(MODEL)) / (24 * 3600) <= 30
 
 
 def test_the_newest_points_are_read_and_an_unknown_run_has_none(oplog, client):

@@ -98,7 +98,9 @@ def test_a_gpus_micro_batch_is_as_large_as_its_memory_allows(
 def test_a_narrow_models_micro_batch_has_more_tokens_but_not_without_end() -> None:
     """Its kernels would be shorter than the host takes to launch them."""
     widths = (64, 1024, 2048, 2560, 4096, 8192)
-    assert [memory.most_tokens(width) for width in widths] == [32_768, 32_768, 16_384, 8192, 8192, 8192]
+    most = [memory.most_tokens(width, packed=True) for width in widths]
+    assert most == [32_768, 32_768, 16_384, 8192, 8192, 8192]
+    assert {memory.most_tokens(width, packed=False) for width in widths} == {8192}
     assert memory.micro_batch_tokens(FOOTPRINT, 10**9, "auto", most=32_768) == 32_768
 
 
