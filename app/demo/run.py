@@ -126,7 +126,7 @@ def running_parts(data_dir: Path) -> Iterator[Stack]:
     data_dir = data_dir.expanduser().absolute()
     parent = os.getpid()
     process = subprocess.Popen(
-        [sys.executable, "-m", "app.cli", "up", "--port", "0", "--data-dir", str(data_dir)],
+        [sys.executable, "-m", "app.cli", "up", "--quiet", "--port", "0", "--data-dir", str(data_dir)],
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: end_with(parent),
