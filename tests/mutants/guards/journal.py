@@ -8,7 +8,6 @@ _LUA = "app/stores/redis/lua"
 # Without the fixtures of the API's own tests, which take seconds to load.
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _OPLOG = f"{_STORES}/test_journal.py"
-_PROGRESS = f"{_STORES}/test_progress.py"
 _JOURNAL = "tests/property/test_journal.py"
 _CODEC, _NEWER = "tests/unit/app/domain/test_ops.py", "tests/unit/workers/train/test_newer_versions.py"
 _RECOVERY = "tests/property/test_recovery.py"
@@ -43,28 +42,6 @@ MUTANTS = (
         "if redis.call('EXISTS', 'tinsmith:op:' .. request) == 1 then return 0 end",
         "",
         f"{_JOURNAL}::test_a_seq_that_is_taken_can_not_be_refused",
-    ),
-    # Progress: bounded, of training alone, and gone with its run.
-    Mutant(
-        "progress: only the newest points",
-        f"{_LUA}/journal.lua",
-        "'MAXLEN', MOST_POINTS, '*'",
-        "'*'",
-        f"{_PROGRESS}::test_only_the_newest_points_are_kept",
-    ),
-    Mutant(
-        "progress: a run that ended",
-        f"{_LUA}/lifecycle.lua",
-        ", 'tinsmith:progress:' .. model)",
-        ")",
-        f"{_PROGRESS}::test_it_is_gone_with_its_run",
-    ),
-    Mutant(
-        "progress: a forward trains nothing",
-        "app/domain/progress.py",
-        "ForwardBackward(forward_only=False)",
-        "ForwardBackward()",
-        "tests/unit/app/domain/test_progress.py::test_a_step_has_its_metrics_and_a_forward_and_a_load_no_point",
     ),
     # Stored forms: what an older version wrote, and what a newer one may write.
     Mutant(

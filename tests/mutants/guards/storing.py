@@ -1,4 +1,4 @@
-"""Guards of saves and of shared-memory transfers."""
+"""Guards of saves, of shared-memory transfers, and of the progress of runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ _LUA = "app/stores/redis/lua"
 # Without the fixtures of the API's own tests, which take seconds to load.
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _OPLOG = f"{_STORES}/test_journal.py"
+_PROGRESS = f"{_STORES}/test_progress.py"
 _JOURNAL = "tests/property/test_journal.py"
 _RECOVERY = "tests/property/test_recovery.py"
 _CHECKPOINTS = "tests/property/test_checkpoints.py"
@@ -22,6 +23,28 @@ _ADAPTERS = "tests/unit/workers/maintenance/test_adapters.py"
 _TASK = "workers/maintenance/adapters.py"
 
 MUTANTS = (
+    # Progress: bounded, of training alone, and gone with its run.
+    Mutant(
+        "progress: only the newest points",
+        f"{_LUA}/journal.lua",
+        "'MAXLEN', MOST_POINTS, '*'",
+        "'*'",
+        f"{_PROGRESS}::test_only_the_newest_points_are_kept",
+    ),
+    Mutant(
+        "progress: a run that ended",
+        f"{_LUA}/lifecycle.lua",
+        ", 'tinsmith:progress:' .. model)",
+        ")",
+        f"{_PROGRESS}::test_it_is_gone_with_its_run",
+    ),
+    Mutant(
+        "progress: a forward trains nothing",
+        "app/domain/progress.py",
+        "ForwardBackward(forward_only=False)",
+        "ForwardBackward()",
+        "tests/unit/app/domain/test_progress.py::test_a_step_has_its_metrics_and_a_forward_and_a_load_no_point",
+    ),
     # Adapters of saves without a path.
     Mutant(
         "adapters: a request that comes meanwhile",
