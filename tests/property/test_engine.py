@@ -256,9 +256,9 @@ class EngineMachine(RuleBasedStateMachine):
     def _compare(self) -> None:
         for client in self.clients:
             self.last.send(max(client.plan), model=client.model)
+            found = self.last.backend.states[client.model]
             client.what_was_applied_has_a_result()
             client.each_success_has_one_point()
-            found = self.last.backend.states[client.model]
             client.compare(found, exact=self.form == "exact", bound=self.form == "merged", calm=self.troubles < 3)
 
 
