@@ -34,8 +34,8 @@ _MOST_WAITING = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What there is to end: the runs with the project of each, and the sessions that their clients have not finished.
-    `calls` of these runs and `samples` of these sessions have no result yet."""
+    """The runs to end, by id with the project of each, and the sessions to end. `calls` of these runs and `samples` of
+    these sessions have no result yet."""
 
     runs: Mapping[str, str]
     sessions: Collection[str]

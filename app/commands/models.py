@@ -215,7 +215,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _report(hub_id: str) -> dict[str, Any]:
-    """What `workers.models.report` prints, from a process of its own, because this one does not import torch."""
+    """Returns the report of `workers.models.report`, run by itself: this process does not import torch."""
     command = [sys.executable, "-m", "workers.models.report", hub_id]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode:

@@ -20,7 +20,7 @@ _IDLE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one forward_backward or optim_step answered. `tokens`: those of the batch. `weight`: the sum of their
+    """The answer of one forward_backward or optim_step. `tokens`: those of the batch. `weight`: the sum of their
     weights in the loss; without weights the number of tokens with an advantage, or else of targets. `seconds`: the
     duration of the pass that ran it, maybe with calls of other runs. `at`: unix time of the commit by the state
     server's clock, 0 before it."""
