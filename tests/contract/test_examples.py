@@ -125,8 +125,13 @@ def test_a_student_that_equals_its_teacher_has_no_divergence(run: Run):
     assert figures(output, "KL") == [pytest.approx(0, abs=1e-3)]
 
 
-def test_the_openai_client_prints_an_answer(run: Run, tuned: str):
-    assert run("openai_client.py", saved(tuned), "How do I sleep better?").strip()
+def test_the_openai_client_prints_an_answer(run: Run):
+    # The base model, whose weights are random: an answer of an adapter can end with its first token.
+    assert run("openai_client.py", BASE, "How do I sleep better?").strip()
+
+
+def test_the_openai_client_talks_to_an_adapter(run: Run, tuned: str):
+    run("openai_client.py", saved(tuned), "How do I sleep better?")
 
 
 def test_curl_lists_the_models_and_prints_an_answer(run: Run):
