@@ -30,12 +30,13 @@ class Limits:
     live_models: int | None = _described(None, "runs that have not ended, in sessions that have not ended")
     live_sessions: int | None = _described(None, "sessions that have not ended")
     storage_bytes: int | None = _described(
-        None, "total size of all checkpoints with a path, of unfinished uploads and of routes"
+        None, "total size of checkpoints, of kept adapters of saves without a path, of unfinished uploads and of routes"
     )
-    concurrent_samples: int | None = _described(None, "sequences being sampled, or waiting for it")
+    concurrent_samples: int | None = _described(None, "sequences that wait or are being sampled")
     weight: float = _described(
         1.0,
-        "part of a project when several projects want the same workers, from 0.001 to 1,000; a key's weight is ignored",
+        "weight of a project when several projects want the same workers, from 0.001 to 1,000; a key's weight is "
+        "ignored",
     )
 
     def __post_init__(self) -> None:

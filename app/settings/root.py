@@ -19,14 +19,14 @@ _THIS_MACHINE = frozenset({"127.0.0.1", "localhost", "::1"})
 
 class Settings(Section):
     data_dir: Path = Field(
-        Path("tinsmith-data"), description="folder of all that the stack keeps, but for other servers"
+        Path("tinsmith-data"), description="folder for everything that the stack stores, except on other servers"
     )
     api_keys: tuple[str, ...] = Field((), repr=False, description="sha256 hex digests of valid API keys")
     url_secret: str = Field(
         "", repr=False, description="secret that signs download URLs of the folder store, and tokens"
     )
     api: ApiSettings = Field(ApiSettings(), description="the HTTP API")
-    redis: RedisSettings = Field(RedisSettings(), description="servers of your own for state and messages")
+    redis: RedisSettings = Field(RedisSettings(), description="your own servers for state and messages")
     store: StoreSettings = Field(StoreSettings(), description="the object store, which keeps checkpoints")
     engine: EngineSettings = Field(EngineSettings(), description="leases, snapshots, and how long things are kept")
     limits: LimitSettings = Field(LimitSettings(), description="largest calls, and limits of projects")

@@ -14,19 +14,21 @@ SENTINEL_SCHEMES = ("redis+sentinel://", "rediss+sentinel://")
 
 
 class ApiSettings(Section):
-    host: str = Field("127.0.0.1", description="address on which the API listens; 0.0.0.0: every one of this machine")
+    host: str = Field(
+        "127.0.0.1", description="address on which the API listens; 0.0.0.0: all addresses of this machine"
+    )
     port: int = Field(8000, ge=0, le=65535, description="port of the API")
     public_url: str = Field(
         "", description="URL of this server for clients, used in signed URLs; empty means http://host:port"
     )
     processes: int = Field(
-        1, ge=1, le=64, description="API processes on the port; each has the threads and the poll_capacity of one"
+        1, ge=1, le=64, description="API processes on the port; each has its own threads and its own poll_capacity"
     )
     poll_capacity: int = Field(
         1000,
         ge=1,
-        description="calls that wait for results in a thread, and a fifth of the polls that are held for poll_hold_s "
-        "without one; with more polls, each is held for less time",
+        description="calls that wait for results in a thread; five times as many polls are held without a thread, for "
+        "poll_hold_s each; with more polls, each is held for less time",
     )
     poll_hold_s: float = Field(
         30.0, gt=0, description="longest time a poll is held; the SDK gives up on a poll after 45 s"
@@ -42,7 +44,7 @@ class ApiSettings(Section):
     )
     spare_threads: int = Field(200, ge=8, description="threads for all other calls, in addition to poll_capacity")
     max_body_bytes: int = Field(
-        64 * 2**20, ge=1, description="largest body with a batch or a prompt, also when unpacked"
+        64 * 2**20, ge=1, description="largest body with a batch or a prompt, before and after decompression"
     )
     compress_batches: bool = Field(
         False, description="the SDK compresses batches with zstd: less to transfer, more to compute"
@@ -50,8 +52,8 @@ class ApiSettings(Section):
     tokenizers: Literal["auto", "served", "local"] = Field(
         "auto",
         description="served: clients load tokenizers from this server, by the Hub's routes and HF_ENDPOINT, under the "
-        "model's name; local: clients get the folder and load from it; auto: as served, but clients get the folder "
-        "while only this machine reaches the API",
+        "model's name; local: clients get the folder and load from it; auto: as local while only this machine can "
+        "reach the API, else as served",
     )
 
 
@@ -64,8 +66,8 @@ class LimitSettings(Section):
     json_values: int = Field(
         2**20,
         ge=1000,
-        description="most values in a JSON body, and inside the datums of a batch in protobuf; four times the parts of "
-        "such a batch (a batch of an SDK that sends JSON can have half as many)",
+        description="most values in a JSON body or in the datums of a protobuf batch; such a batch has at most a "
+        "quarter as many datums, chunks and inputs, and a batch in JSON half of these",
     )
     json_depth: int = Field(64, ge=16, le=256, description="deepest nesting of lists and objects in a JSON body")
     datums: int = Field(8192, ge=1, description="most datums in one call; the SDK sends 1,024 at a time")
@@ -74,10 +76,9 @@ class LimitSettings(Section):
     sampled_tokens: int = Field(
         2**24,
         ge=1,
-        description="most tokens that one call may sample, num_samples * max_tokens; a call that fills a sampler's "
-        "batch makes others wait",
+        description="most tokens that one call may sample (num_samples * max_tokens); a larger call gets 400",
     )
-    project: Limits = Field(Limits(), description="limits of each project that has none of its own")
+    project: Limits = Field(Limits(), description="default limits of a project; `tinsmith admin` sets others")
 
 
 class StoreSettings(Section):
@@ -95,14 +96,14 @@ class RedisSettings(Section):
         "",
         repr=False,
         description="state server: journal and futures; empty starts an embedded Valkey in data_dir; "
-        f"{SENTINEL_SCHEMES[0]}host:port,host:port,host:port/service is the primary that these sentinels name",
+        f"{SENTINEL_SCHEMES[0]}host:port,host:port,host:port/service finds the primary through these sentinels",
     )
     broker_url: str = Field(
         "",
         repr=False,
         validate_default=True,
-        description="server for Celery messages and streamed tokens; empty means database 1 of the state server, which "
-        "sentinels must not name then",
+        description="server for Celery messages and streamed tokens; empty means database 1 of the state server; "
+        "required if redis.url names sentinels",
     )
 
     @field_validator("broker_url")
@@ -133,7 +134,7 @@ class EngineSettings(Section):
         description="a worker that handles none of its tasks for this long is not ready; after twice this time it ends",
     )
     idle_s: float = Field(600.0, gt=0, description="a trainer unloads a model that is not used for this long")
-    ring_again_s: float = Field(10.0, gt=0, description="the sweeper dispatches an Op again that has waited this long")
+    ring_again_s: float = Field(10.0, gt=0, description="an Op that has waited this long is dispatched again")
     snapshot_share: float = Field(0.02, gt=0, le=1, description="largest share of a trainer's time spent on snapshots")
     journal_bytes: int = Field(
         256 * 2**20,
@@ -142,7 +143,8 @@ class EngineSettings(Section):
     )
     handover_dir: str = Field(
         "",
-        description="folder of new weights for samplers on the same machine; empty: in shared memory",
+        description="folder for new weights on their way to samplers on the same machine; empty: a folder in shared "
+        "memory",
     )
     handover_bytes: int = Field(
         2 * 2**30,
@@ -158,19 +160,20 @@ class EngineSettings(Section):
     free_disk_bytes: int = Field(
         2**29,
         ge=0,
-        description="with less free on the disk of data_dir or of a folder store, new calls get 503, and no file is "
-        "added to that store and no snapshot to that disk; 0: no such bound",
+        description="with less free space on the disk of data_dir or of a folder store, new calls get 503, the store "
+        "takes no files and the disk no snapshots; 0: no such bound",
     )
     spill_bytes: int = Field(
         8 * 2**20,
         ge=4096,
-        description="larger calls move to the object store; smaller ones only when half the budget is used",
+        description="larger calls move to the object store; smaller ones only when half of payload_budget_bytes is "
+        "used",
     )
     result_spill_bytes: int = Field(
-        2**18, ge=4096, description="larger results move to the object store soon after they are there"
+        2**18, ge=4096, description="larger results move to the object store within seconds"
     )
     result_budget_bytes: int = Field(
-        2**32, ge=1, description="most bytes of these results that are kept of a project; its further calls get 503"
+        2**32, ge=1, description="most bytes of such results kept for one project; above this its further calls get 503"
     )
     session_s: float = Field(600.0, gt=0, description="a session without heartbeat, poll or call for this long expires")
     retain_s: float = Field(
@@ -179,10 +182,10 @@ class EngineSettings(Section):
         description="a run's journal, snapshots and samplers are kept for this long after its session",
     )
     ephemeral_adapters: int = Field(
-        8, ge=1, description="newest adapters kept of each run's saves for samplers without a path"
+        8, ge=1, description="number of newest adapters that are kept of each run's saves without a path"
     )
     ephemeral_s: float = Field(
-        7_200.0, gt=0, description="older ones are kept for this long after their save or last request"
+        7_200.0, gt=0, description="older adapters are kept for this long after their save or last request"
     )
     orphan_s: float = Field(86_400.0, gt=0, description="stored files without a reference are deleted after this time")
     result_unread_s: int = Field(86_400, ge=1, description="time for which an unread result is kept")

@@ -18,8 +18,8 @@ NO_VLLM = (
 )
 
 _DEVICES = (
-    "GPUs by nvidia-smi's numbers, such as [0, 1]; for count > 1, [0, 1] has one for each of two copies, and "
-    "[[0, 1], [2, 3]] names each copy's; empty: `tinsmith up` chooses free ones, if there are any"
+    "GPUs by nvidia-smi's numbers, such as [0, 1]; with count = 2, [0, 1] gives each copy one GPU, and [[0, 1], [2, "
+    "3]] gives each copy two; empty: `tinsmith up` chooses free ones, if there are any"
 )
 _METRICS_PORT = (
     "Prometheus port of the first worker, on every interface; each further copy has the next port; 0: `tinsmith up` "
@@ -42,27 +42,32 @@ class TrainerSettings(Section):
     )
     offload: bool = Field(
         False,
-        description="keep in CPU memory: ZeRO-3's base; in full fine-tuning weights, gradients and optimizer state too",
+        description="keep the base of ZeRO-3 in CPU memory; in full fine-tuning also weights, gradients and optimizer "
+        "state",
     )
     devices: Devices = Field((), description=f"one for each rank: {_DEVICES}")
     micro_batch_tokens: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="tokens in one forward/backward pass: bounds its memory; auto: 1024, and for adapters on a GPU "
-        "up to 8192 (narrow models: 32768) as its memory allows",
+        description="tokens in one forward/backward pass, which bound its memory; auto: 1024, and for adapters on a "
+        "GPU up to 8192 (narrow models: 32768) as its memory allows",
     )
     exact: bool | Literal["auto"] = Field(
-        "auto", description="run each Op in its own pass, so that its bits depend on no other Op; auto: true on a CPU"
+        "auto",
+        description="run each Op in its own pass, so that its bits do not depend on other Ops; auto: true on a CPU",
     )
     merged_tokens: int = Field(
-        8192, ge=1, description="unless exact: tokens that Ops of other models may add to a pass"
+        8192, ge=1, description="most tokens that Ops of other models may add to a pass, unless exact"
     )
     merge_wait_s: float = Field(
         0.01,
         ge=0,
-        description="wait of a shared pass for recently active models, or a fifth of the last pass if longer; 0: none",
+        description="time that a shared pass waits for recently active models, or a fifth of the last pass if longer; "
+        "0: no wait",
     )
     activation_checkpointing: bool | Literal["auto"] = Field(
-        "auto", description="run layers again in the backward pass: less memory, a third more time; auto: as needed"
+        "auto",
+        description="run layers again in the backward pass: less memory, a third more time; auto: as many layers as "
+        "needed",
     )
     fused_kernels: bool = Field(
         True, description="on a GPU, compute norms, rotary embeddings and gates with liger-kernel, if it is installed"
@@ -97,10 +102,12 @@ class SamplerSettings(Section):
     count: int = Field(1, ge=0, description="sampler workers on this machine; 0: none")
     devices: Devices = Field((), description=f"`tensor_parallel` for each sampler: {_DEVICES}")
     tensor_parallel: int = Field(1, ge=1, description="vLLM tensor parallel size")
-    memory_share: float = Field(0.85, gt=0, le=1, description="share of GPU memory (of 4 GiB on a CPU) vLLM may take")
+    memory_share: float = Field(
+        0.85, gt=0, le=1, description="share of GPU memory (of 4 GiB on a CPU) that vLLM may take"
+    )
     max_loras: int = Field(8, ge=1, description="adapters that run at the same time; the others wait for their turns")
     max_batch: int = Field(
-        0, ge=0, description="sequences decoded together; 0: 64, and in vLLM on a GPU as many as vLLM takes by itself"
+        0, ge=0, description="sequences decoded together; 0: 64, or with vLLM on a GPU the number that vLLM chooses"
     )
     queue_requests: int = Field(
         20_000, ge=1, description="most unfinished sampling requests of this base; further ones get 429"
@@ -117,7 +124,7 @@ class SamplerSettings(Section):
         description="a sampler restarts when its engine runs requests but makes no progress for this long: no token, "
         "and with the transformers sampler no layer",
     )
-    cache_bytes: int = Field(8 * 2**30, ge=0, description="adapter files kept on disk that are not in use")
+    cache_bytes: int = Field(8 * 2**30, ge=0, description="most bytes of unused adapter files kept on disk")
     engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed on unchanged")
     metrics_port: int = Field(0, description=_METRICS_PORT)
 
@@ -145,10 +152,13 @@ class BaseModelSettings(Section):
     tokenizer: str = Field("", description="path or hub id that clients load their tokenizer from; empty means `path`")
     max_context: int = Field(0, ge=0, description="longest sequence in tokens; 0 means the model's own")
     dtype: Literal["auto", "float32", "bfloat16", "nf4", "int8", "fp8"] = Field(
-        "auto", description="auto: bfloat16 where it is fast, else float32; nf4, int8, fp8: 4 or 8 bits a frozen weight"
+        "auto",
+        description="auto: bfloat16 where it is fast, else float32; nf4, int8, fp8: frozen weights of 4 or 8 bits",
     )
     max_rank: int = Field(128, ge=1, description="highest LoRA rank; vLLM reserves memory for adapters of this rank")
-    router_replay: bool = Field(False, description="samplers keep each token's experts; trainers take the same ones")
+    router_replay: bool = Field(
+        False, description="samplers record the experts of each token, and trainers use the same ones"
+    )
     trainer: TrainerSettings = Field(TrainerSettings(), description="trainers of LoRA adapters")
     full: TrainerSettings | None = Field(
         None, description="trainers for full fine-tuning, each with one model; none by default"
