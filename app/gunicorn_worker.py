@@ -55,7 +55,7 @@ _SLOT_S = 0.1
 _SUSPENDED_BYTES = 16 * 1024
 Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
 _HEAD_END = b"\r\n\r\n"
-_CREDENTIAL = re.compile(rb"\r\n(?:x-api-key|authorization):", re.IGNORECASE)
+_CREDENTIAL = re.compile(rb"\r\n(?:x-api-key|authorization|cookie):", re.IGNORECASE)
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})[ \t]*\r\n", re.IGNORECASE)
 _EXPECT = re.compile(rb"\r\nexpect:", re.IGNORECASE)
 

@@ -23,6 +23,7 @@ from app.api import (
     uploads,
 )
 from app.api.base import EXTENSION, SETTINGS, add_hooks
+from app.console import login, pages
 from app.services import container
 from app.settings import Settings
 
@@ -40,6 +41,8 @@ PUBLIC = frozenset(
         "sessions.get_trace",
         "api-docs.openapi_json",
         "docs",
+        # Its pages have a login.
+        "console",
     }
 )
 
@@ -77,6 +80,8 @@ def build(settings: Settings) -> Flask:
     add_hooks(app, PUBLIC)
     errors.register(app)
     _add_routes(app)
+    login.configure(app, settings)
+    app.register_blueprint(pages.blueprint)
     return app
 
 

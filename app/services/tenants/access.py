@@ -168,7 +168,7 @@ class Authenticator:
         looked up."""
         if self._tokens and credential.startswith(_JWT_PREFIX):
             key, ends = self._tokens.key_of(credential)
-            return replace(self._by_id(key), token_ends=ends)
+            return replace(self.holder(key), token_ends=ends)
         digest = hash_key(credential)
         # Every known digest is compared, in constant time.
         if sum(hmac.compare_digest(digest, known) for known in self._digests):
@@ -178,9 +178,10 @@ class Authenticator:
     def check(self, caller: Caller) -> None:
         """Looks the caller's key up again, for a call that waits. Raises Unauthorized once it was revoked, has expired,
         or its user was removed."""
-        self._by_id(caller.key_id)
+        self.holder(caller.key_id)
 
-    def _by_id(self, id_: str) -> Caller:
+    def holder(self, id_: str) -> Caller:
+        """The caller of a key, by the key's id. Raises Unauthorized, and Unavailable while it cannot be looked up."""
         if id_ in map(project_of, self._digests):
             return Caller.alone(id_)
         found = self._find(id_)

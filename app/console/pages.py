@@ -1,0 +1,209 @@
+"""The pages of the console. Each shows and changes only what the API would for the same key."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flask import Blueprint, Response, g, redirect, render_template, request, url_for
+from werkzeug.exceptions import HTTPException
+from werkzeug.wrappers import Response as AnyResponse
+
+from app.api.base import current_caller, needs, services
+from app.console import charts, login
+from app.domain.curves import curves, steps
+from app.domain.progress import Progress
+from app.errors import RequestError
+from app.ids import TinkerPath
+from app.services.views import Page
+
+blueprint = Blueprint("console", __name__, url_prefix="/console", template_folder="templates", static_folder="static")
+login.add(blueprint)
+
+_PAGE_RUNS, _PAGE_CHECKPOINTS, _MOST_CALLS = 25, 50, 100
+_MOST_POINTS = 1000
+# Enough for the parts of a large batch, and for a rate that is steady.
+_NEWEST_POINTS = 64
+_MOST_COMPARED = 8
+_DAY_S = 86_400
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+
+
+@blueprint.after_request
+def protect(response: Response) -> Response:
+    """Lets the browser load nothing from elsewhere, and keep no page of a user who has left."""
+    response.headers["Content-Security-Policy"] = _POLICY
+    response.headers["Referrer-Policy"] = "same-origin"
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    if request.endpoint != "console.static":
+        response.headers["Cache-Control"] = "no-store"
+    return response
+
+
+@blueprint.context_processor
+def helpers() -> dict[str, Any]:
+    """The functions that the templates call, and whether the page is a user's."""
+    functions = {"csrf_token": login.csrf_token, "number": charts.number, "size": _size, "brief_id": _brief_id}
+    return {**functions, "logged_in": "caller" in g}
+
+
+@blueprint.errorhandler(RequestError)
+def refused(error: RequestError) -> tuple[str, int]:
+    """The page of a request that cannot be served."""
+    return render_template("error.html", message=str(error)), error.status
+
+
+@blueprint.errorhandler(HTTPException)
+def failed(error: HTTPException) -> tuple[str, int]:
+    """The page of an HTTP error, such as a wrong method."""
+    return render_template("error.html", message=error.description or error.name), error.code or 500
+
+
+@blueprint.get("/")
+def home() -> AnyResponse:
+    """The first page."""
+    return redirect(url_for("console.runs"))
+
+
+@blueprint.get("/runs")
+def runs() -> str:
+    """The runs, newest first, with their progress. htmx loads the table alone, again and again."""
+    page = Page(max(0, request.args.get("offset", 0, int)), _PAGE_RUNS)
+    found = services().runs.list_runs(current_caller(), "accessible", request.args.get("project") or None, page)
+    progress = _progress(found["training_runs"], _NEWEST_POINTS)
+    template = "runs_table.html" if _is_part() else "runs.html"
+    return render_template(template, runs=found["training_runs"], cursor=found["cursor"], progress=progress, now=_now())
+
+
+@blueprint.get("/runs/<run>")
+def show_run(run: str) -> str:
+    """One run: its state, its curves and its checkpoints. htmx loads the curves alone, again and again."""
+    described = services().runs.describe(run, current_caller(), "owned")
+    (progress,) = _progress([described], _MOST_POINTS).values()
+    drawn = charts.charts({_brief_id(run): curves(steps(progress))})
+    shown = {"run": described, "progress": progress, "charts": drawn, "now": _now()}
+    if _is_part():
+        return render_template("curves.html", **shown)
+    checkpoints = services().runs.list_checkpoints(run, current_caller())
+    return render_template("run.html", checkpoints=checkpoints, **shown)
+
+
+@blueprint.get("/runs/<run>/curves.csv")
+def download_curves(run: str) -> Response:
+    """The steps that are kept of a run, with every value of them."""
+    described = services().runs.describe(run, current_caller(), "owned")
+    (progress,) = _progress([described], _MOST_POINTS).values()
+    found = steps(progress)
+    names = sorted({name for step in found for name in step.metrics})
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(("step", "unix_time", "tokens", "seconds", "loss", *names))
+    for step in found:
+        loss = "" if step.loss is None else step.loss
+        metrics = (step.metrics.get(name, "") for name in names)
+        writer.writerow((step.number, f"{step.at:.3f}", step.tokens, f"{step.seconds:.6f}", loss, *metrics))
+    headers = {"Content-Disposition": "attachment; filename=curves.csv"}
+    return Response(text.getvalue(), mimetype="text/csv", headers=headers)
+
+
+@blueprint.get("/compare")
+def compare() -> str:
+    """The curves of several runs in the same charts."""
+    page = Page(0, _PAGE_RUNS)
+    newest = services().runs.list_runs(current_caller(), "accessible", None, page)["training_runs"]
+    asked = list(dict.fromkeys(request.args.getlist("run")))[:_MOST_COMPARED]
+    described = [services().runs.describe(run, current_caller(), "owned") for run in asked]
+    found = {_brief_id(run): curves(steps(one)) for run, one in _progress(described, _MOST_POINTS).items()}
+    more = [run for run in described if run not in newest]
+    return render_template("compare.html", runs=[*newest, *more], asked=asked, charts=charts.charts(found))
+
+
+@blueprint.get("/checkpoints")
+def checkpoints() -> str:
+    """All checkpoints of the projects where the user works, newest first."""
+    page = Page(max(0, request.args.get("offset", 0, int)), _PAGE_CHECKPOINTS)
+    found = services().checkpoints.list_all(current_caller(), page)
+    return render_template("checkpoints.html", checkpoints=found["checkpoints"], cursor=found["cursor"])
+
+
+@blueprint.post("/checkpoints/publish")
+@needs("manage")
+def publish() -> AnyResponse:
+    """Publishes a checkpoint, or makes it private again."""
+    services().checkpoints.publish(_path(), current_caller(), public=request.form.get("public") == "yes")
+    return _back()
+
+
+@blueprint.post("/checkpoints/expiry")
+@needs("manage")
+def expire() -> AnyResponse:
+    """Lets a checkpoint expire after some days, or never."""
+    days = request.form.get("days", type=float)
+    services().checkpoints.set_ttl(_path(), current_caller(), round(days * _DAY_S) if days else None)
+    return _back()
+
+
+@blueprint.post("/checkpoints/delete")
+@needs("manage")
+def delete() -> AnyResponse:
+    """Deletes a checkpoint, once the user has confirmed it with a second press."""
+    path = _path()
+    if request.form.get("sure") != "yes":
+        return Response(render_template("confirm.html", path=str(path)))
+    services().checkpoints.delete(path, current_caller())
+    return redirect(url_for("console.show_run", run=path.model_id))
+
+
+@blueprint.get("/queue")
+def queue() -> str:
+    """The workers, and the user's waiting calls with their places. htmx loads the tables alone, again and again."""
+    calls = services().queue.list(current_caller(), Page(0, _MOST_CALLS))
+    workers = sorted(services().bases.workers().items())
+    template = "queue_tables.html" if _is_part() else "queue.html"
+    return render_template(template, calls=calls["calls"], cursor=calls["cursor"], workers=workers, now=_now())
+
+
+def _progress(runs: Sequence[Mapping[str, Any]], most_points: int) -> dict[str, Progress]:
+    """The progress of each run that the user was shown."""
+    names = [run["training_run_id"] for run in runs]
+    return dict(zip(names, services().records.progress(names, most_points), strict=True))
+
+
+def _is_part() -> bool:
+    """True for a request of htmx, which replaces a part of the page."""
+    return "HX-Request" in request.headers
+
+
+def _now() -> float:
+    return services().records.now()
+
+
+def _path() -> TinkerPath:
+    return TinkerPath.parse(request.form.get("path", ""))
+
+
+def _back() -> AnyResponse:
+    """Shows the run of the checkpoint, or the list that the form was in."""
+    if request.form.get("to") == "checkpoints":
+        return redirect(url_for("console.checkpoints"))
+    return redirect(url_for("console.show_run", run=_path().model_id))
+
+
+def _brief_id(run: str) -> str:
+    """A run's id without the middle of its session's UUID."""
+    session, _, rest = run.partition(":")
+    return f"{session[:8]}:{rest}" if rest else run
+
+
+def _size(count: int | None) -> str:
+    size = float(count or 0)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

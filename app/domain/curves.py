@@ -1,0 +1,77 @@
+"""The curves of a run: its optimizer steps, made of the points of its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from app.domain.ops import FORWARD_BACKWARD
+from app.domain.progress import LOSS_SUM, Point, Progress
+
+_REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {"sum": sum, "min": min, "max": max}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step with the batch before it: the forward_backward calls since the step before. `number` counts
+    the run's steps from 1. `at`: unix time of its commit. `seconds`: duration of its passes. `loss`: mean of a token;
+    None without a loss. `metrics`: those of the batch, and of the step itself."""
+
+    number: int
+    at: float
+    tokens: int
+    seconds: float
+    loss: float | None
+    metrics: Mapping[str, float]
+
+    def values(self) -> Iterator[tuple[str, float]]:
+        """The value of each curve by its name."""
+        if self.loss is not None:
+            yield "loss", self.loss
+        yield from self.metrics.items()
+        if self.tokens and self.seconds:
+            yield "tokens/s", self.tokens / self.seconds
+
+
+def steps(progress: Progress) -> list[Step]:
+    """The steps that the points hold whole, the oldest first. Calls after the last step are left out."""
+    batches: list[list[Point]] = [[]]
+    for point in progress.points:
+        batches[-1].append(point)
+        if point.kind != FORWARD_BACKWARD:
+            batches.append([])
+    whole = batches[:-1]
+    first = progress.steps - len(whole) + 1
+    # The points before the oldest ones are gone, maybe with a part of the first batch.
+    cut = 1 if first > 1 else 0
+    return [_step(first + index, batch) for index, batch in enumerate(whole) if index >= cut]
+
+
+def curves(found: Sequence[Step]) -> dict[str, list[tuple[int, float]]]:
+    """The curve of each value: (step, value) in the order of the steps. The loss is first."""
+    made: dict[str, list[tuple[int, float]]] = {}
+    for step in found:
+        for name, value in step.values():
+            made.setdefault(name, []).append((step.number, value))
+    return made
+
+
+def _step(number: int, batch: Sequence[Point]) -> Step:
+    *calls, last = batch
+    weight = sum(call.weight for call in calls)
+    loss = sum(call.metrics.get(LOSS_SUM, 0.0) for call in calls) / weight if weight else None
+    names = dict.fromkeys(name for call in calls for name in call.metrics if name != LOSS_SUM)
+    metrics = {name: _merged(name, [call for call in calls if name in call.metrics]) for name in names}
+    tokens, seconds = sum(call.tokens for call in calls), sum(point.seconds for point in batch)
+    return Step(number, last.at, tokens, seconds, loss, {**metrics, **last.metrics})
+
+
+def _merged(name: str, calls: Sequence[Point]) -> float:
+    """The metric of a batch, as the SDK merges the parts of one: by the reduction behind the colon, or else the mean
+    over the tokens."""
+    values = [call.metrics[name] for call in calls]
+    reduction = _REDUCTIONS.get(name.rpartition(":")[2])
+    if reduction is not None:
+        return reduction(values)
+    weights = [max(1, call.tokens) for call in calls]
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

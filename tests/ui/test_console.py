@@ -1,0 +1,179 @@
+"""The console in headless Chromium, on a stack that trains. `make ui` runs these tests; they need Chromium.
+
+TINSMITH_SCREENSHOTS=FOLDER also writes pictures of each page there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import tinker
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.contract.data import supervised, train
+from tests.contract.stack import API_KEY, BASE, Stack, running
+from tests.models import tiny_qwen3
+from tests.servers import free_port
+
+SIZES = {"laptop": (1280, 900), "phone": (390, 844)}
+SCHEMES = ("light", "dark")
+CHROMIUM = os.environ.get("TINSMITH_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    base = tiny_qwen3(tmp_path_factory.mktemp("base"))
+    with running(Stack(tmp_path_factory.mktemp("stack") / "data", base, free_port())) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def training(stack: Stack) -> Iterator[tinker.TrainingClient]:
+    """A run with some steps and a checkpoint; another one beside it."""
+    with stack.client() as service:
+        other = service.create_lora_training_client(base_model=BASE, rank=4, seed=1).result()
+        train(other, 12, supervised(seed=5))
+        client = service.create_lora_training_client(base_model=BASE, rank=8, seed=2).result()
+        train(client, 20)
+        client.save_state("first").result()
+        yield client
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    assert CHROMIUM, "no Chromium here: install it (on Debian: apt install chromium), or set TINSMITH_CHROMIUM"
+    with sync_playwright() as playwright:
+        # Chromium's sandbox does not start for root.
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] if not os.getuid() else [])
+
+
+Opener = Callable[..., Page]
+
+
+@pytest.fixture
+def opened(browser: Browser, stack: Stack, training: tinker.TrainingClient) -> Iterator[Opener]:
+    """Opens a page of a new browser, which has logged in. At the end nothing was wrong in its log, and nothing came
+    from elsewhere."""
+    wrong: list[str] = []
+
+    def open_(size: str = "laptop", scheme: str = "light", *, logged_in: bool = True) -> Page:
+        width, height = SIZES[size]
+        page = browser.new_context(
+            viewport={"width": width, "height": height},
+            color_scheme="dark" if scheme == "dark" else "light",
+            base_url=stack.url,
+        ).new_page()
+        page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda asked: None if asked.url.startswith(stack.url) else wrong.append(asked.url))
+        page.goto("/console/login")
+        if logged_in:
+            log_in(page)
+        return page
+
+    yield open_
+    for context in browser.contexts:
+        context.close()
+    assert wrong == []
+
+
+def log_in(page: Page) -> None:
+    page.get_by_label("API key").fill(API_KEY)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Runs")).to_be_visible()
+
+
+def newest_run(page: Page) -> Page:
+    page.locator("tbody a").first.click()
+    expect(page.get_by_role("heading", name="Curves")).to_be_visible()
+    return page
+
+
+def steps(page: Page) -> int:
+    return int(page.locator("dt", has_text="Steps").locator("xpath=../dd").inner_text())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_page_is_accessible_and_fits_the_screen(opened: Opener, size: str, scheme: str) -> None:
+    page = opened(size, scheme, logged_in=False)
+    _check(page, "login", size, scheme)
+    log_in(page)
+    _check(page, "runs", size, scheme)
+    _check(newest_run(page), "run", size, scheme)
+    page.get_by_role("link", name="Compare", exact=True).click()
+    for box in page.get_by_role("checkbox").all():
+        box.check()
+    page.get_by_role("button", name="Compare").click()
+    expect(page.locator(".legend li")).to_have_count(2)
+    _check(page, "compare", size, scheme)
+    for name in ("Checkpoints", "Queue"):
+        page.get_by_role("link", name=name, exact=True).click()
+        expect(page.get_by_role("heading", name=name, exact=True)).to_be_visible()
+        _check(page, name.lower(), size, scheme)
+
+
+def test_curves_grow_while_the_run_trains(opened: Opener, training: tinker.TrainingClient) -> None:
+    page = newest_run(opened())
+    before, drawn = steps(page), page.locator("svg path").first.get_attribute("d")
+    train(training, 3)
+    expect(page.locator("dt", has_text="Steps").locator("xpath=../dd")).to_have_text(str(before + 3))
+    assert page.locator("svg path").first.get_attribute("d") != drawn
+
+
+def test_the_keyboard_alone_reaches_a_run_and_keeps_its_place_when_the_table_is_loaded_again(opened: Opener) -> None:
+    page = opened()
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.id") == "run-1":
+            break
+    with page.expect_response(lambda answer: answer.request.headers.get("hx-request") == "true"):
+        pass
+    page.wait_for_timeout(100)
+    assert page.evaluate("document.activeElement.id") == "run-1"
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Curves")).to_be_visible()
+
+
+def test_a_checkpoint_is_published_and_deleted_with_a_second_press(
+    opened: Opener, training: tinker.TrainingClient
+) -> None:
+    path = training.save_state("mine").result().path
+    page = newest_run(opened())
+    page.get_by_role("button", name=f"Publish: {path}").click()
+    expect(page.get_by_role("button", name=f"Make private: {path}")).to_be_visible()
+    page.get_by_role("button", name=f"Delete …: {path}").click()
+    page.get_by_role("button", name="Delete").click()
+    expect(page.get_by_role("heading", name="Checkpoints")).to_be_visible()
+    expect(page.get_by_text(path)).to_have_count(0)
+
+
+def test_a_login_that_ended_is_asked_for_again(opened: Opener) -> None:
+    page = opened()
+    page.context.clear_cookies()
+    # The next load of the table leads there, without a click.
+    page.wait_for_url("**/console/login")
+
+
+def test_the_curves_are_downloaded(opened: Opener, tmp_path: Path) -> None:
+    page = newest_run(opened())
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Download as CSV").click()
+    download.value.save_as(tmp_path / "curves.csv")
+    assert len((tmp_path / "curves.csv").read_text().splitlines()) == 1 + steps(page)
+
+
+def _check(page: Page, name: str, size: str, scheme: str) -> None:
+    """axe finds nothing wrong, and the page is no wider than the screen."""
+    if folder := os.environ.get("TINSMITH_SCREENSHOTS"):
+        page.screenshot(path=Path(folder) / f"{name}-{size}-{scheme}.png", full_page=True)
+    found = Axe().run(page, options=RULES)
+    assert found.violations_count == 0, f"{urlsplit(page.url).path}: {found.generate_report()}"
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]

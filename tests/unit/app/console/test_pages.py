@@ -1,0 +1,335 @@
+"""The console shows and changes what the API would for the same key, and nothing without a login."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable
+from html import unescape
+from typing import Any, cast
+
+import pytest
+from flask import Flask
+from werkzeug.test import TestResponse
+
+from app.domain.progress import Point
+from app.domain.results import Result
+from app.services.tenants.access import Tokens
+from app.services.tenants.accounts import AccountService
+from app.stores.objects.accounts import AccountFiles
+from app.stores.redis.types import OwnedElsewhere
+from tests.logs import everything_logged
+from tests.unit.app.api.test_models import save_checkpoint
+from tests.unit.app.conftest import KEY, OTHER_KEY, Api, batch
+from tests.unit.app.tenant import make_tenant
+
+PAGES = ["runs", "runs/x", "runs/x/curves.csv", "compare", "checkpoints", "queue"]
+FORMS = ["checkpoints/publish", "checkpoints/expiry", "checkpoints/delete"]
+
+
+class Browser:
+    """A browser: it keeps cookies, and sends forms with the token of the page that it saw last."""
+
+    def __init__(self, app: Flask) -> None:
+        self._client = app.test_client()
+        self._token = ""
+
+    def get(self, path: str, **headers: str) -> TestResponse:
+        answer = self._client.get(
+            f"/console/{path}", headers={name.replace("_", "-"): it for name, it in headers.items()}
+        )
+        return self._seen(answer)
+
+    def post(self, form: str, **values: str) -> TestResponse:
+        return self._seen(self._client.post(f"/console/{form}", data={"csrf_token": self._token, **values}))
+
+    def log_in(self, key: str) -> TestResponse:
+        self.get("login")
+        return self.post("login", api_key=key)
+
+    def _seen(self, answer: TestResponse) -> TestResponse:
+        for token in re.findall(r'name="csrf_token" value="([^"]+)"', answer.text if answer.is_json is False else ""):
+            self._token = token
+        return answer
+
+
+class Unreadable(io.RawIOBase):
+    """A body that never arrives."""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, _: object) -> int:
+        pytest.fail("the body was read")
+
+    def tell(self) -> int:
+        return 0
+
+    def seek(self, at: int, _: int = 0) -> int:
+        return at
+
+
+@pytest.fixture
+def browser(api: Api, app: Flask) -> Callable[[str], Browser]:
+    """Makes a browser that is logged in with the key."""
+
+    def made(key: str = KEY) -> Browser:
+        browser = Browser(app)
+        assert browser.log_in(key).status_code == 302
+        browser.get("runs")
+        return browser
+
+    return made
+
+
+def listed(api: Api) -> Any:
+    """The checkpoints as the API lists them."""
+    return cast(Any, api.get("checkpoints").json)["checkpoints"]
+
+
+def trained(api: Api, losses: list[float]) -> str:
+    """A run with a step for each loss."""
+    model = api.model(api.session())
+    lease = api.services.oplog.acquire(model, "node/test")
+    assert not isinstance(lease, OwnedElsewhere)
+    for step, loss in enumerate(losses):
+        for seq, point in (
+            (2 * step + 1, Point("forward_backward", {"loss:sum": 10 * loss}, 100, 10.0, 2.0)),
+            (2 * step + 2, Point("optim_step", {"grad_norm": 0.25})),
+        ):
+            if point.kind == "forward_backward":
+                api.forward_backward(batch(model, seq))
+            else:
+                api.post("optim_step", {"model_id": model, "seq_id": seq, "adam_params": {}})
+            api.services.oplog.commit(lease, seq, Result(b"{}"), point=point)
+    return model
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_no_page_is_seen_without_a_login(api: Api, app: Flask, path: str) -> None:
+    answer = Browser(app).get(path)
+    assert (answer.status_code, answer.headers["Location"]) == (302, "/console/login")
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_no_form_works_without_a_login(api: Api, app: Flask, path: str) -> None:
+    browser = Browser(app)
+    browser.get("login")
+    assert browser.post(path, path="tinker://a/weights/b").headers["Location"] == "/console/login"
+
+
+@pytest.mark.parametrize("path", [*FORMS, "login", "logout"])
+def test_a_form_of_another_site_changes_nothing(browser: Callable[..., Browser], path: str) -> None:
+    """Such a form carries no token of this site's pages."""
+    logged_in = browser()
+    answer = logged_in.post(path, csrf_token="", path="tinker://a/weights/b", api_key=OTHER_KEY)
+    assert answer.status_code == 403
+    assert logged_in.get("runs").status_code == 200
+
+
+def test_a_form_without_a_cookie_is_refused_before_its_body_is_read(api: Api, app: Flask) -> None:
+    """A slow body of anybody would hold a thread."""
+    form = {"content_type": "application/x-www-form-urlencoded", "content_length": 100}
+    answer = app.test_client().post("/console/login", input_stream=cast(Any, Unreadable()), **cast(Any, form))
+    assert answer.status_code == 403
+
+
+def test_a_large_form_is_refused(browser: Callable[..., Browser]) -> None:
+    assert browser().post("checkpoints/publish", path="x" * 20_000).status_code == 413
+
+
+def test_every_route_that_changes_something_needs_the_scope_that_the_api_asks_for(app: Flask) -> None:
+    changing = {
+        rule.rule: getattr(app.view_functions[rule.endpoint], "scopes", ())
+        for rule in app.url_map.iter_rules()
+        if rule.rule.startswith("/console") and "POST" in (rule.methods or ())
+    }
+    assert changing == {
+        **{f"/console/{path}": ("manage",) for path in FORMS},
+        "/console/login": (),
+        "/console/logout": (),
+    }
+
+
+def test_a_token_is_no_login(api: Api, app: Flask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cookie would outlive it."""
+    tokens = Tokens("s" * 32, 60.0)
+    monkeypatch.setattr(api.services.authenticator, "_tokens", tokens)
+    browser = Browser(app)
+    answer = browser.log_in(tokens.issue(api.services.authenticator(KEY), ""))
+    assert answer.status_code == 401 and "log in with the key itself" in answer.text
+    assert browser.get("runs").status_code == 302
+
+
+@pytest.mark.parametrize("key", ["", "tml-wrong", "eyJhbGciOiJIUzI1NiJ9.e30.x"])
+def test_a_wrong_key_is_refused_and_not_repeated(api: Api, app: Flask, key: str) -> None:
+    answer = Browser(app).log_in(key)
+    assert answer.status_code == 401 and 'role="alert"' in answer.text
+    assert not key or key not in answer.text
+
+
+def test_the_cookie_holds_no_key_and_no_script_reads_it(api: Api, app: Flask) -> None:
+    with everything_logged() as logged:
+        cookie = Browser(app).log_in(KEY).headers["Set-Cookie"]
+    assert KEY not in cookie and KEY not in logged.getvalue()
+    assert {"HttpOnly", "SameSite=Strict", "Path=/console"} <= set(cookie.split("; "))
+
+
+def test_a_cookie_that_was_changed_is_no_login(browser: Callable[..., Browser], app: Flask) -> None:
+    logged_in = browser()
+    cookie = logged_in._client.get_cookie("tinsmith_console", path="/console")
+    assert cookie is not None
+    forged = Browser(app)
+    forged._client.set_cookie("tinsmith_console", cookie.value[:-2] + "xx", path="/console")
+    assert forged.get("runs").status_code == 302
+
+
+def test_a_revoked_key_ends_its_logins_at_once(api: Api, browser: Callable[..., Browser]) -> None:
+    accounts = AccountService(AccountFiles(api.services.objects), api.services.records)
+    tenant = make_tenant(api, accounts)
+    key = tenant.key("member")
+    logged_in = browser(key)
+    accounts.revoke(key.removeprefix("tml-").partition(".")[0])
+    assert logged_in.get("runs").status_code == 302
+    part = logged_in.get("runs", HX_Request="true")
+    assert (part.status_code, part.headers["HX-Redirect"]) == (204, "/console/login"), "htmx would show it in the table"
+
+
+def test_after_logging_out_no_page_is_seen(browser: Callable[..., Browser]) -> None:
+    logged_in = browser()
+    logged_in.post("logout")
+    assert logged_in.get("runs").status_code == 302
+
+
+def test_runs_are_listed_with_steps_and_loss(api: Api, browser: Callable[..., Browser]) -> None:
+    model = trained(api, [3.0, 1.25])
+    page = browser().get("runs")
+    row = re.findall(r"<tr>.*?</tr>", page.text, re.DOTALL)[1]
+    assert re.findall(r'<td class="num">(.*?)</td>', row)[:2] == ["2", "1.25"]
+    assert f'href="/console/runs/{model}"' in unescape(row).replace("%3A", ":")
+
+
+def test_the_part_that_is_loaded_again_is_the_table_alone(api: Api, browser: Callable[..., Browser]) -> None:
+    trained(api, [1.0])
+    part = browser().get("runs", HX_Request="true")
+    assert "<table>" in part.text and "<html" not in part.text
+
+
+def test_a_run_shows_a_curve_for_each_value(api: Api, browser: Callable[..., Browser]) -> None:
+    model = trained(api, [3.0, 2.0, 1.25])
+    page = browser().get(f"runs/{model}").text
+    titles = re.findall(r"<figcaption>(\S+) <strong>(\S+)</strong>", page)
+    assert titles == [("loss", "1.25"), ("grad_norm", "0.25"), ("tokens/s", "50")]
+    assert "from 3 at step 1 to 1.25 at step 3" in page
+
+
+def test_the_curves_are_downloaded_as_csv(api: Api, browser: Callable[..., Browser]) -> None:
+    model = trained(api, [3.0, 1.25])
+    answer = browser().get(f"runs/{model}/curves.csv")
+    rows = list(csv.DictReader(answer.text.splitlines()))
+    assert answer.mimetype == "text/csv"
+    assert [(row["step"], row["tokens"], row["loss"], row["grad_norm"]) for row in rows] == [
+        ("1", "100", "3.0", "0.25"),
+        ("2", "100", "1.25", "0.25"),
+    ]
+
+
+def test_runs_are_compared_in_one_chart(api: Api, browser: Callable[..., Browser]) -> None:
+    one, other = trained(api, [3.0, 2.0]), trained(api, [2.5])
+    page = browser().get(f"compare?run={one}&run={other}").text
+    chart = re.findall(r"<figure>.*?</figure>", page, re.DOTALL)[0]
+    assert len(re.findall(r'<path class="line c[01]" d="M', chart)) == 2
+    assert page.count("checked") == 2
+
+
+def test_nothing_of_a_stranger_is_seen_or_changed(api: Api, browser: Callable[..., Browser]) -> None:
+    model = trained(api, [3.0])
+    path = save_checkpoint(api, model)
+    stranger = browser(OTHER_KEY)
+    assert model not in stranger.get("runs").text and model not in stranger.get("checkpoints").text
+    for page in (f"runs/{model}", f"runs/{model}/curves.csv", f"compare?run={model}"):
+        assert stranger.get(page).status_code == 404
+    for form in FORMS:
+        assert stranger.post(form, path=path, public="yes", days="7", sure="yes").status_code == 404
+    (kept,) = listed(api)
+    assert not kept["public"] and "expires_at" not in kept
+
+
+def test_a_key_that_may_not_manage_is_refused_in_words(api: Api, browser: Callable[..., Browser]) -> None:
+    tenant = make_tenant(api, AccountService(AccountFiles(api.services.objects), api.services.records))
+    answer = browser(tenant.key("member", ["train"])).post("checkpoints/delete", path=tenant.ids["path"], sure="yes")
+    assert answer.status_code == 403 and "scope manage" in answer.text
+
+
+def test_a_checkpoint_is_published_and_made_private(api: Api, browser: Callable[..., Browser]) -> None:
+    path = save_checkpoint(api, api.model())
+    logged_in = browser()
+    for public in ("yes", "no"):
+        assert logged_in.post("checkpoints/publish", path=path, public=public, to="run").status_code == 302
+        (found,) = listed(api)
+        assert found["public"] == (public == "yes")
+
+
+def test_a_checkpoint_expires_after_days_or_never(api: Api, browser: Callable[..., Browser]) -> None:
+    path = save_checkpoint(api, api.model())
+    logged_in = browser()
+    logged_in.post("checkpoints/expiry", path=path, days="7")
+    (found,) = listed(api)
+    assert "expires_at" in found
+    assert "Keep for ever" in logged_in.get("checkpoints").text
+    logged_in.post("checkpoints/expiry", path=path)
+    (found,) = listed(api)
+    assert "expires_at" not in found
+
+
+def test_a_checkpoint_is_deleted_only_after_a_second_press(api: Api, browser: Callable[..., Browser]) -> None:
+    path = save_checkpoint(api, api.model())
+    logged_in = browser()
+    asked = logged_in.post("checkpoints/delete", path=path)
+    assert asked.status_code == 200 and path in asked.text
+    assert len(listed(api)) == 1
+    logged_in.post("checkpoints/delete", path=path, sure="yes")
+    assert listed(api) == []
+
+
+def test_waiting_calls_are_shown_with_their_reason(api: Api, browser: Callable[..., Browser]) -> None:
+    model = api.model()
+    api.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+    page = browser().get("queue").text
+    (call,) = cast(Any, api.get("queue").json)["calls"]
+    assert "optim_step" in page and call["reason"] in unescape(page)
+    assert "trainer-0" in page
+
+
+def test_text_of_a_client_is_text_on_the_page(api: Api, browser: Callable[..., Browser]) -> None:
+    model = api.model(user_metadata={"<b>name</b>": "<script>alert(1)</script>"})
+    page = browser().get(f"runs/{model}").text
+    assert "<script>alert" not in page and "&lt;script&gt;alert(1)&lt;/script&gt;" in page and "<b>" not in page
+
+
+def test_a_browser_loads_all_from_this_server_and_keeps_no_page(api: Api, browser: Callable[..., Browser]) -> None:
+    logged_in = browser()
+    page = logged_in.get("runs")
+    policy = dict(part.split(" ", 1) for part in page.headers["Content-Security-Policy"].split("; "))
+    assert (policy["default-src"], policy["frame-ancestors"]) == ("'none'", "'none'")
+    assert {policy[kind] for kind in ("script-src", "style-src", "connect-src", "form-action")} == {"'self'"}
+    assert page.headers["Cache-Control"] == "no-store"
+    for asset in re.findall(r'(?:src|href)="/console/(static/[^"]*)"', page.text):
+        assert logged_in.get(asset).status_code == 200
+    assert "://" not in page.text and " style=" not in page.text and "<script>" not in page.text
+
+
+def test_a_run_that_does_not_exist_is_a_page_in_words(browser: Callable[..., Browser]) -> None:
+    answer = browser().get("runs/none")
+    assert answer.status_code == 404 and "does not exist" in answer.text
+
+
+def test_the_api_takes_no_cookie(api: Api, browser: Callable[..., Browser]) -> None:
+    assert browser()._client.get("/api/v1/training_runs").status_code == 401
+
+
+def test_without_a_secret_the_page_says_what_to_set(api: Api, app: Flask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "secret_key", None)
+    answer = app.test_client().get("/console/login")
+    assert answer.status_code == 404 and "url_secret" in answer.text
