@@ -114,10 +114,12 @@ def test_every_page_is_accessible_and_fits_the_screen(opened: Opener, size: str,
     page.get_by_role("button", name="Compare").click()
     expect(page.locator(".legend li")).to_have_count(2)
     _check(page, "compare", size, scheme)
-    for name in ("Checkpoints", "Queue"):
+    for name in ("Checkpoints", "Queue", "Account"):
         page.get_by_role("link", name=name, exact=True).click()
         expect(page.get_by_role("heading", name=name, exact=True)).to_be_visible()
         _check(page, name.lower(), size, scheme)
+    page.get_by_role("link", name="Changes to projects").click()
+    _check(page, "events", size, scheme)
 
 
 def test_curves_grow_while_the_run_trains(opened: Opener, training: tinker.TrainingClient) -> None:

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import pytest
 from flask import Flask
-from werkzeug.test import TestResponse
 
 from app.domain.progress import Point
 from app.domain.results import Result
@@ -22,36 +21,11 @@ from app.stores.redis.types import OwnedElsewhere
 from tests.logs import everything_logged
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import KEY, OTHER_KEY, Api, batch
+from tests.unit.app.console.conftest import Browser
 from tests.unit.app.tenant import make_tenant
 
-PAGES = ["runs", "runs/x", "runs/x/curves.csv", "compare", "checkpoints", "queue"]
+PAGES = ["runs", "runs/x", "runs/x/curves.csv", "compare", "checkpoints", "queue", "account", "events"]
 FORMS = ["checkpoints/publish", "checkpoints/expiry", "checkpoints/delete"]
-
-
-class Browser:
-    """A browser: it keeps cookies, and sends forms with the token of the page that it saw last."""
-
-    def __init__(self, app: Flask) -> None:
-        self._client = app.test_client()
-        self._token = ""
-
-    def get(self, path: str, **headers: str) -> TestResponse:
-        answer = self._client.get(
-            f"/console/{path}", headers={name.replace("_", "-"): it for name, it in headers.items()}
-        )
-        return self._seen(answer)
-
-    def post(self, form: str, **values: str) -> TestResponse:
-        return self._seen(self._client.post(f"/console/{form}", data={"csrf_token": self._token, **values}))
-
-    def log_in(self, key: str) -> TestResponse:
-        self.get("login")
-        return self.post("login", api_key=key)
-
-    def _seen(self, answer: TestResponse) -> TestResponse:
-        for token in re.findall(r'name="csrf_token" value="([^"]+)"', answer.text if answer.is_json is False else ""):
-            self._token = token
-        return answer
 
 
 class Unreadable(io.RawIOBase):
@@ -68,19 +42,6 @@ class Unreadable(io.RawIOBase):
 
     def seek(self, at: int, _: int = 0) -> int:
         return at
-
-
-@pytest.fixture
-def browser(api: Api, app: Flask) -> Callable[[str], Browser]:
-    """Makes a browser that is logged in with the key."""
-
-    def made(key: str = KEY) -> Browser:
-        browser = Browser(app)
-        assert browser.log_in(key).status_code == 302
-        browser.get("runs")
-        return browser
-
-    return made
 
 
 def listed(api: Api) -> Any:

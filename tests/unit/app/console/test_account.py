@@ -1,0 +1,100 @@
+"""The account's pages show limits and use to everybody with a key, and usage and changes to admins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from app.domain.results import Result
+from app.services.tenants.accounts import AccountService
+from app.stores.objects.accounts import AccountFiles
+from app.stores.redis.types import Lease
+from tests.unit.app.conftest import BASE, Api, batch
+from tests.unit.app.console.conftest import Browser
+from tests.unit.app.tenant import Tenant, make_tenant
+
+Browsers = Callable[..., Browser]
+
+
+@pytest.fixture
+def accounts(api: Api) -> AccountService:
+    return AccountService(AccountFiles(api.services.objects), api.services.records)
+
+
+@pytest.fixture
+def tenant(api: Api, accounts: AccountService) -> Tenant:
+    return make_tenant(api, accounts)
+
+
+def rows(page: str, label: str) -> list[list[str]]:
+    """The cells of a table's rows."""
+    table = re.findall(rf'aria-label="{label}">.*?</table>', page, re.DOTALL)[0]
+    body = table.split("<tbody>")[1]
+    return [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.DOTALL) for row in body.split("<tr>")[1:]]
+
+
+def use(api: Api, tenant: Tenant, trained: int) -> None:
+    """A batch of the tenant's run that counts so many trained tokens."""
+    model = tenant.ids["model"]
+    assert Api(api.client, api.services, tenant.key("member")).forward_backward(batch(model, 1)).status_code == 200
+    lease = api.services.oplog.acquire(model, "node/test")
+    assert isinstance(lease, Lease)
+    usage = {"training": trained, "sampling_prefill_cached": 4, "storage": 10**12}
+    api.services.oplog.commit(lease, 1, Result(b"{}"), usage=usage)
+
+
+def test_a_key_sees_the_limits_of_its_project_and_their_use(
+    tenant: Tenant, accounts: AccountService, browser: Browsers
+) -> None:
+    project = accounts.add_project(tenant.organisation, "limited").id
+    accounts.set_limits(project, {"live_models": 12, "storage_bytes": 5_000_000})
+    user = accounts.add_user(tenant.organisation, "both@example.org").id
+    for its in (project, tenant.project):
+        accounts.set_role(user, its, "viewer")
+    page = browser(accounts.add_key(user, tenant.project, ())[1]).get("account").text
+    shown = {name: cells for name, *cells in rows(page, f"Limits of project {project}")}
+    assert shown["live models"] == ["0", "12", "0", "–"]
+    assert shown["storage bytes"][:2] == ["0 B", "5 MB"]
+    assert {"requests a second", "tokens a second", "live sessions", "concurrent samples"} <= shown.keys()
+    assert "Usage of" not in page
+
+
+def test_the_use_of_a_project_is_shown(tenant: Tenant, browser: Browsers) -> None:
+    page = browser(tenant.key("viewer")).get("account").text
+    shown = {name: cells for name, *cells in rows(page, f"Limits of project {tenant.project}")}
+    assert shown["live models"][0] == "1" and shown["storage bytes"][0] != "0 B"
+
+
+def test_an_admin_sees_the_usage_of_each_day_and_model(api: Api, tenant: Tenant, browser: Browsers) -> None:
+    use(api, tenant, trained=1234)
+    page = browser(tenant.key("admin")).get("account").text
+    today = datetime.fromtimestamp(api.services.records.now(), UTC).date()
+    (found,) = [cells for cells in rows(page, "Usage of 14 days") if cells[0] == str(today)]
+    assert found == [str(today), BASE, "1,234", "0", "0", "4", "0"]
+
+
+def test_an_admin_sees_the_stored_checkpoints(api: Api, tenant: Tenant, browser: Browsers) -> None:
+    page = browser(tenant.key("admin")).get("account").text
+    (found,) = [cells for cells in rows(page, "Stored checkpoints") if cells[0] == tenant.project]
+    assert found[1:3] == ["member@example.org", "1"]
+
+
+def test_an_admin_sees_the_changes_of_a_day_the_newest_first(api: Api, tenant: Tenant, browser: Browsers) -> None:
+    logged_in = browser(tenant.key("admin"))
+    logged_in.get("checkpoints")
+    logged_in.post("checkpoints/publish", path=tenant.ids["path"], public="yes")
+    today = datetime.fromtimestamp(api.services.records.now(), UTC).date()
+    found = rows(logged_in.get("events").text, f"Changes on {today}")
+    assert found[0][1] == "checkpoint publish" and tenant.ids["path"] in found[0][4]
+    assert len(found) > 1
+    yesterday = logged_in.get(f"events?day={today - timedelta(days=1)}").text
+    assert "Nothing was changed" in yesterday and f"day={today}" in yesterday
+
+
+def test_nobody_else_sees_changes_or_usage(tenant: Tenant, browser: Browsers) -> None:
+    member = browser(tenant.key("member"))
+    assert member.get("events").status_code == 403
+    assert "Usage of" not in member.get("account").text
