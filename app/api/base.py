@@ -233,8 +233,8 @@ class SdkSchema(Schema):
 
 
 class FirstWrong(fields.List[Any]):
-    """A list of at most `most` entries, counted before they are read. It names the first wrong entry and stops there: a
-    complaint about each takes seconds for a body of some megabytes."""
+    """A list of at most `most` entries, counted before they are read. It names the first wrong entry and stops there:
+    an error for each wrong entry takes seconds for a body of some megabytes."""
 
     def __init__(self, inner: fields.Field[Any], most: int, **options: Any) -> None:
         super().__init__(inner, **options)
@@ -244,7 +244,7 @@ class FirstWrong(fields.List[Any]):
         if not isinstance(value, list):
             raise self.make_error("invalid")
         if len(value) > self._most:
-            raise ValidationError(f"Holds {len(value)} entries; at most {self._most} are taken.")
+            raise ValidationError(f"Has {len(value)} entries; at most {self._most} are allowed.")
         found = []
         for place, each in enumerate(value):
             try:
@@ -300,7 +300,7 @@ def page_limit(default: int) -> fields.Integer:
     return fields.Integer(
         load_default=default,
         validate=validate.Range(1, MOST),
-        metadata={"description": "the most entries that the answer holds"},
+        metadata={"description": "the greatest number of entries in the answer"},
     )
 
 
@@ -315,7 +315,7 @@ class Scoped(SdkSchema):
     access_scope = fields.String(
         load_default="owned",
         validate=validate.OneOf(("owned", "accessible")),
-        metadata={"description": "owned: of projects where you may work; accessible: of all you see"},
+        metadata={"description": "owned: those of projects where you may train; accessible: all that you may see"},
     )
 
 

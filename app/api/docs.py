@@ -1,6 +1,6 @@
 """The page at /docs: Swagger UI on openapi.json, with every file from this server.
 
-It tries calls with the key that its reader enters. The key goes to this server alone and is kept nowhere.
+It tries calls with the key that the reader enters. The key is sent only to this server and is not stored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GROUPS = {
     "retrieve_future waits for its result.",
     "Weights": "Save a model's weights as a checkpoint, load them, or export them as files.",
     "Sampling": "Sample tokens from a base model or a checkpoint.",
-    "Futures": "Wait for results by request_id, cancel samples, and see the calls that wait.",
+    "Futures": "Wait for results by request_id, cancel samples, and list the waiting calls.",
     "Checkpoints": "List, search, publish, copy and delete training runs and their checkpoints.",
     "Downloads and uploads": "Files of checkpoints, most of them behind signed URLs, and adapters trained elsewhere.",
     "Account": "The caller's key, its limits, and the usage and audit log of its projects.",

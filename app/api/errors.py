@@ -118,7 +118,7 @@ def _unexpected(error: Exception) -> Answer | HTTPException:
     if isinstance(error, HTTPException):
         return error
     log.error("unexpected error", exc_info=error)
-    return _answer("the server failed; its log says why", "InternalServerError", 500)
+    return _answer("the server failed unexpectedly; its log has the cause", "InternalServerError", 500)
 
 
 def _complaints(messages: Any, value: Any, path: str = "") -> Iterator[str]:

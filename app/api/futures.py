@@ -1,4 +1,4 @@
-"""Futures: the promises of calls, the polls that return their results, and the queue of waiting calls."""
+"""Futures: polls that return their results, cancels, and the queue of waiting calls."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _dump(completion: Completion) -> dict[str, Any]:
 
 
 class Promise(SdkSchema):
-    """The promise of a result: the answer of a call whose result a poll returns later."""
+    """A future: the answer of a call, with the request_id by which a poll returns the result later."""
 
     request_id = fields.String()
     model_id = fields.String()

@@ -58,7 +58,7 @@ class Unsupported(fields.Field[Any]):
 
 
 class Counted(Schema):
-    """An object without unknown fields. It is refused before a complaint about each of very many is written."""
+    """An object without unknown fields. One with too many fields gets one error, not one for each field."""
 
     class Meta:
         unknown = RAISE
@@ -66,7 +66,7 @@ class Counted(Schema):
     @pre_load
     def count_fields(self, data: Any, **_: Any) -> Any:
         if isinstance(data, dict) and len(data) > MAX_FIELDS:
-            raise ValidationError(f"Holds {len(data)} fields; at most {MAX_FIELDS} are taken.")
+            raise ValidationError(f"Has {len(data)} fields; at most {MAX_FIELDS} are allowed.")
         return data
 
 
@@ -133,7 +133,7 @@ class Completion(Request):
                 "Must be a string, a list of token ids, a list of strings, or a list of lists of token ids.", "prompt"
             )
         if len(prompt) > MAX_PROMPTS:
-            raise ValidationError(f"Holds {len(prompt)} prompts; at most {MAX_PROMPTS} are taken.", "prompt")
+            raise ValidationError(f"Has {len(prompt)} prompts; at most {MAX_PROMPTS} are allowed.", "prompt")
 
 
 def _all(value: Any, kind: type) -> bool:
@@ -188,7 +188,9 @@ class ChatCompletion(Request):
         if data["top_logprobs"] and not data["logprobs"]:
             raise ValidationError("Needs logprobs to be true.", "top_logprobs")
         if data["tool_choice"] not in ("auto", "none"):
-            raise ValidationError("Must be 'auto' or 'none': nothing makes the model call a tool.", "tool_choice")
+            raise ValidationError(
+                "Must be 'auto' or 'none': this server cannot force the model to call a tool.", "tool_choice"
+            )
 
 
 @blueprint.route("/chat/completions", methods=["POST"])

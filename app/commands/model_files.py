@@ -83,5 +83,5 @@ def _json(file: Path) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise SetupError(f"{file} is no JSON object; {_AGAIN}")
+        raise SetupError(f"{file} is not a JSON object; {_AGAIN}")
     return found

@@ -108,7 +108,7 @@ class CheckpointService:
         """Signed URLs of an external checkpoint's files. Raises NotFound or BadRequest."""
         checkpoint = load_checkpoint(self._records, path, caller)
         if path.kind != "external_weights":
-            raise BadRequest(f"{path} is not for download: save it with save_weights_external first")
+            raise BadRequest(f"{path} cannot be downloaded: save the weights with save_weights_external first")
         urls = {name: self._objects.presign(f"{checkpoint.prefix}/{name}", URL_SECONDS) for name in checkpoint.files}
         return {"urls": urls, "expires": timestamp(time.time() + URL_SECONDS)}
 
@@ -242,7 +242,9 @@ class CopyService:
         if not self.oplog.create_model(model_id, {**dump(model), **head}):
             there = self.records.find(Model, model_id)
             if there is not None and there.copied_from != path:
-                raise BadRequest(f"{model_id} was used for another one; copy into another model_seq_id")
+                raise BadRequest(
+                    f"run {model_id} already holds the copy of another checkpoint; use another model_seq_id"
+                )
 
     def _write(self, target: ids.TinkerPath, project: str, source: Checkpoint, ttl_seconds: int | None) -> Manifest:
         prefix, now = str(_place(target)), self.records.now()
@@ -336,7 +338,10 @@ class ArchiveService:
                 fetched = Path(folder) / "file"
                 self._objects.get(f"{prefix}/{name}", fetched)
                 if fetched.stat().st_size != size:
-                    raise Unavailable(f"{name} of {prefix} came with {fetched.stat().st_size} of {size} bytes")
+                    raise Unavailable(
+                        f"the object store sent {fetched.stat().st_size} of the {size} bytes of {prefix}/{name}; try "
+                        "again soon"
+                    )
                 yield _header(name, size)
                 with fetched.open("rb") as data:
                     yield from iter(lambda: data.read(_CHUNK_BYTES), b"")

@@ -79,10 +79,13 @@ class HubService:
         fetched from the Hub now."""
         source = self._sources.get(repo_id)
         if source is None:
-            raise RepoNotFound(f"no tokenizer of {repo_id[:200]!r} is served here")
+            raise RepoNotFound(f"no tokenizer of {repo_id[:200]!r} is served here; the names of base models are served")
         files = _files(source if source.is_dir() else self._fetch(str(source)))
         if not files:
-            raise RepoNotFound(f"the API cannot read the tokenizer of {repo_id}")
+            raise RepoNotFound(
+                f"the API cannot read the tokenizer of {repo_id}; put its files into a folder that the API can read "
+                "(setting base_models.tokenizer)"
+            )
         commit = _commit(files)
         if revision not in (_BRANCH, commit):
             raise RevisionNotFound(
@@ -112,7 +115,9 @@ class HubService:
             self._fetched[source] = Path(snapshot_download(source, allow_patterns=[*_FILES, _TEMPLATES]))
         except (OSError, ValueError) as error:
             self._failed[source] = time.monotonic() + _TRY_AGAIN_S
-            raise Unavailable(f"the tokenizer of {source} cannot be fetched: {type(error).__name__}") from None
+            raise Unavailable(
+                f"the tokenizer of {source} cannot be fetched: {type(error).__name__}; try again in a minute"
+            ) from None
         return self._fetched[source]
 
 

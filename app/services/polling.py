@@ -39,7 +39,7 @@ _SHORT_HOLD_S = 1.0
 def check_request_id(text: str) -> None:
     """Raises NotFound for a text that cannot be a future's id."""
     if not _REQUEST_ID.fullmatch(text):
-        raise NotFound(f"no future {text[:200]!r}")
+        raise NotFound(f"future {text[:200]!r} does not exist")
 
 
 Found = TypeVar("Found")
@@ -186,7 +186,7 @@ class FutureFinder:
         try:
             owner = load_readable(self._records, cls, key, caller).owner
         except NotFound:
-            raise NotFound(f"no future {request_id!r}") from None
+            raise NotFound(f"future {request_id!r} does not exist") from None
         return Future(request_id, kind, "", owner, "done", Result(json.dumps({"type": kind, named: key}).encode()))
 
 

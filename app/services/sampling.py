@@ -288,6 +288,6 @@ def check_size(name: str, width: int, positions: int) -> None:
     """Raises BadRequest if `width` logprobs at each of `positions` positions make the answer too large."""
     if width * positions > MAX_CELLS:
         raise BadRequest(
-            f"{name}: {width} at each of {positions} positions is {width * positions} logprobs; one answer holds at "
-            f"most {MAX_CELLS}"
+            f"{name}: {width} at each of {positions} positions are {width * positions} logprobs; one answer holds at "
+            f"most {MAX_CELLS}: ask for fewer"
         )

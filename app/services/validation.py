@@ -33,7 +33,7 @@ def check_lora(lora: LoraSpec, max_rank: int, info: BaseModelInfo) -> None:
     """Requires an allowed rank, at least one group to train, and no adapter that would leave MLPs or experts out."""
     in_range("lora_config.rank", lora.rank, 1, max_rank)
     if lora.train_mlp and "mlp" not in info.trainable_groups:
-        raise BadRequest(f"no adapter sits on the MLP layers or experts of {info.name} yet: set train_mlp to false")
+        raise BadRequest(f"LoRA does not cover the MLP layers or experts of {info.name} yet: set train_mlp to false")
     asked = [group for group in GROUPS if getattr(lora, f"train_{group}")]
     if not set(asked) & set(info.trainable_groups):
         wanted = ", ".join(f"train_{group}" for group in info.trainable_groups)

@@ -73,14 +73,16 @@ def unpack(body: bytes, encoding: str, most: int) -> bytes:
         unpacker = zstandard.ZstdDecompressor(max_window_size=0 if said > 0 else _WINDOW)
         size = said if said > 0 else _measured(unpacker, body, most)
         if size > most:
-            raise TooLarge(f"the body has at least {size} bytes when unpacked; {most} are taken: send less at a time")
+            raise TooLarge(
+                f"the body has at least {size} bytes when unpacked; at most {most} are allowed: send less in one call"
+            )
         if said > 0:
             return unpacker.decompress(body, allow_extra_data=False)
         return _whole(unpacker, body)
     except zstandard.ZstdError:
         raise BadRequest(
-            f"the body of {len(body)} bytes is not one whole zstd frame, or does not say its content's size and has a "
-            f"window of more than {_WINDOW} bytes"
+            f"the body of {len(body)} bytes is not one complete zstd frame, or its header does not state the unpacked "
+            f"size and its window is larger than {_WINDOW} bytes; compress it again in one frame that states the size"
         ) from None
 
 
@@ -121,7 +123,9 @@ def _check_values(body: bytes, limits: LimitSettings) -> None:
     """Raises TooLarge for JSON that would become too many objects. Marks inside strings count as well."""
     values = sum(body.count(mark) for mark in (b",", b":", b"[", b"{"))
     if values > limits.json_values:
-        raise TooLarge(f"the JSON body holds about {values} values; at most {limits.json_values} are taken at a time")
+        raise TooLarge(
+            f"the JSON body holds about {values} values; at most {limits.json_values} are allowed in one call"
+        )
 
 
 def check_parts(body: bytes, limits: LimitSettings) -> None:
@@ -133,13 +137,13 @@ def check_parts(body: bytes, limits: LimitSettings) -> None:
         for tag, start, end in _fields(body, 0, len(body)):
             left -= 1 + (sum(1 for _ in islice(_fields(body, start, end), left)) if tag == _DATA else 0)
             if left < 0:
-                raise TooLarge(f"the body holds more than {most} parts of datums; send fewer at a time")
+                raise TooLarge(f"the body holds more than {most} parts of datums; send fewer datums in one call")
     left = limits.json_values
     with suppress(IndexError):
         for count in _values(body, 0, len(body), _REQUEST):
             left -= count
             if left < 0:
-                raise TooLarge(f"the body holds more than {limits.json_values} values; send less at a time")
+                raise TooLarge(f"the body holds more than {limits.json_values} values; send less in one call")
 
 
 def _values(body: bytes, place: int, end: int, layout: _Layout) -> Iterator[int]:
@@ -164,20 +168,20 @@ def _check_depth(value: Any, limits: LimitSettings) -> None:
         level = [part for outer in level for part in _parts(outer) if isinstance(part, dict | list)]
         if not level:
             return
-    raise BadRequest(f"the JSON body is nested too deeply; at most {limits.json_depth} levels are taken")
+    raise BadRequest(f"the JSON body is nested too deeply; at most {limits.json_depth} levels are allowed")
 
 
 def check_datums(count: int, limits: LimitSettings) -> None:
     """Raises BadRequest for more datums than one call may bring."""
     if count > limits.datums:
-        raise BadRequest(f"data holds {count} datums; at most {limits.datums} are taken at a time")
+        raise BadRequest(f"data holds {count} datums; at most {limits.datums} are allowed in one call")
 
 
 def check_batch(batch: Batch, limits: LimitSettings) -> None:
     """Raises BadRequest for more tokens than one call may bring."""
     tokens = batch.tokens.values.size
     if tokens > limits.batch_tokens:
-        raise BadRequest(f"data holds {tokens} tokens; at most {limits.batch_tokens} are taken at a time")
+        raise BadRequest(f"data holds {tokens} tokens; at most {limits.batch_tokens} are allowed in one call")
 
 
 def _fields(body: bytes, place: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -245,11 +249,13 @@ def model_input(chunks: Any, what: str, datum: int = 0) -> ModelInput:
             found.add_image(*_chunk_image(chunk, what))
         elif kind == "image_asset_pointer":
             raise BadRequest(
-                f"{what}: an image_asset_pointer names a location, and this server opens no location that a request "
-                "names: read the file yourself, and send its bytes as an image chunk"
+                f"{what}: chunk type image_asset_pointer is not supported, because this server opens no file or URL "
+                "that a request names: read the file yourself, and send its bytes as an image chunk"
             )
         else:
-            raise BadRequest(f"{what}: a chunk of type {str(kind)[:40]!r}; only encoded_text and image are supported")
+            raise BadRequest(
+                f"{what}: chunk type {str(kind)[:40]!r} is not supported; send encoded_text or image chunks"
+            )
     return found
 
 
@@ -271,7 +277,7 @@ def _chunk_tokens(chunk: Mapping[str, Any], what: str) -> np.ndarray:
     if values.size and values.dtype.kind != "i":
         raise BadRequest(f"{what}: tokens must be a list of integers")
     if values.size and (values.min() < -(2**31) or values.max() >= 2**31):
-        raise BadRequest(f"{what}: token {max(values, key=abs)} is no 32-bit integer")
+        raise BadRequest(f"{what}: token {max(values, key=abs)} is not a 32-bit integer")
     return values.astype(np.int32)
 
 

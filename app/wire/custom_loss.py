@@ -53,7 +53,7 @@ def parse(name: str, inputs: Sequence[Any], graph: Mapping[str, Any]) -> CustomL
 def _nodes(graph: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The nodes, each with its five fields. Raises BadRequest."""
     if graph.get("format") != 1:
-        raise BadRequest(f"graph.format {_shown(graph.get('format'))} is not known; 1 is")
+        raise BadRequest(f"graph.format {_shown(graph.get('format'))} is not supported; send 1")
     nodes = graph.get("nodes")
     if not isinstance(nodes, list) or not 2 <= len(nodes) <= MAX_NODES:
         got = f"{len(nodes)} of them" if isinstance(nodes, list) else type(nodes).__name__
@@ -103,10 +103,10 @@ class _Reader:
     def call(self, node: Mapping[str, Any]) -> LossCall:
         op, target = node["op"], node["target"]
         if op not in (FUNCTION, METHOD):
-            raise _fault(node, f"op {_shown(op)} is not possible here; a loss is placeholders, calls and one output")
+            raise _fault(node, f"op {_shown(op)} is not allowed; a loss has only placeholders, calls and one output")
         if target not in (losses.FUNCTIONS if op == FUNCTION else losses.METHODS):
             what = "a function" if op == FUNCTION else "a tensor method"
-            raise _fault(node, f"{_shown(target)} is not {what} a custom loss may call; {DOCS} lists those it may")
+            raise _fault(node, f"{_shown(target)} is not {what} that a custom loss may call; {DOCS} lists them")
         self.refs = set()
         args = node.get("args", [])
         if target == "getattr" and op == FUNCTION:
@@ -115,7 +115,7 @@ class _Reader:
             encoded = tuple(self._value(node, value) for value in args)
         kwargs = {key: self._value(node, value) for key, value in node.get("kwargs", {}).items()}
         if bad := [key for key in kwargs if not _INPUT.fullmatch(key) or key == "out" or target == "getattr"]:
-            raise _fault(node, f"the keyword {_shown(bad[0])} is not possible")
+            raise _fault(node, f"the keyword argument {_shown(bad[0])} is not allowed")
         self.known.add(node["name"])
         if self.refs & self.live:
             self.live.add(node["name"])
@@ -133,7 +133,7 @@ class _Reader:
             case _:
                 raise _fault(node, "it must return the tuple (loss, metrics): a ref and a dict of refs")
         if loss not in self.live:
-            raise _fault(node, f"the loss {_shown(loss)} is no earlier node that depends on logprobs")
+            raise _fault(node, f"the loss {_shown(loss)} is not an earlier node that depends on logprobs")
         return loss, {key: self._metric(node, key, value) for key, value in metrics.items()}
 
     def _metric(self, node: Mapping[str, Any], key: str, value: Any) -> str:
@@ -167,7 +167,7 @@ class _Reader:
                 return tuple(self._value(node, inner, depth + 1) for inner in value)
             case dict() if len(value) == 1:
                 return self._object(node, value, depth)
-        raise _fault(node, f"the argument {_shown(value)} is not possible; {DOCS} lists the texts and objects that are")
+        raise _fault(node, f"the argument {_shown(value)} is not allowed; {DOCS} lists the allowed texts and objects")
 
     def _object(self, node: Mapping[str, Any], value: Mapping[str, Any], depth: int) -> dict[str, Any]:
         ((kind, inner),) = value.items()
@@ -176,7 +176,7 @@ class _Reader:
                 self.refs.add(inner)
                 return {kind: inner}
             case "ref", _:
-                raise _fault(node, f"ref {_shown(inner)} names no earlier node")
+                raise _fault(node, f"ref {_shown(inner)} does not name an earlier node")
             case "tuple", list():
                 return {kind: self._value(node, inner, depth)}
             case "slice", list() if len(inner) == 3:
@@ -187,7 +187,7 @@ class _Reader:
                 return {kind: True}
             case _, str() if inner in _CONSTANTS.get(kind, ()):
                 return {kind: inner}
-        raise _fault(node, f"the argument {_shown(value)} is not possible; {DOCS} lists those that are")
+        raise _fault(node, f"the argument {_shown(value)} is not allowed; {DOCS} lists the allowed ones")
 
 
 def _fault(node: Mapping[str, Any], what: str) -> BadRequest:

@@ -177,13 +177,15 @@ def _model_input(datum: pb.Datum, i: int) -> ModelInput:
             for chunk in chunks:
                 _add_image(found, chunk.image, i)
         else:
-            raise BadRequest(f"datum {i}: a {kind or 'missing'} chunk; only text and images are supported")
+            raise BadRequest(f"datum {i}: chunk type {kind or 'none'} is not supported; send text or image chunks")
     return found
 
 
 def _add_image(found: ModelInput, image: pb.ImageChunk, i: int) -> None:
     if image.HasField("override_dimensions"):
-        raise BadRequest(f"datum {i}: an image with override_dimensions, which is not supported: send it at that size")
+        raise BadRequest(
+            f"datum {i}: override_dimensions of an image is not supported: resize the image to that size yourself"
+        )
     expected = image.expected_tokens if image.HasField("expected_tokens") else None
     found.add_image(image.data, image.format, expected)
 
@@ -221,7 +223,9 @@ def _setting(key: str, value: pb.LossConfigValue) -> float | str:
 def buffer(data: bytes, dtype: np.dtype, what: str) -> np.ndarray:
     """A view [n] of raw little-endian numbers. Raises BadRequest when the length is not a multiple of the item size."""
     if len(data) % dtype.itemsize:
-        raise BadRequest(f"{what}: {len(data)} bytes are not a whole number of {dtype.name}")
+        raise BadRequest(
+            f"{what}: {len(data)} bytes do not hold a whole number of {dtype.name} values of {dtype.itemsize} bytes"
+        )
     return np.frombuffer(data, dtype=dtype)
 
 
@@ -230,14 +234,14 @@ def check_unfolded(column: Sequence[pb.Tensor], name: str) -> None:
     sparse = (tensor for tensor in column if tensor.WhichOneof("encoding") == "sparse_csr")
     total = sum(prod(max(0, size) for size in _shape(tensor, name)) for tensor in sparse)
     if total > MAX_SPARSE_ELEMENTS:
-        raise BadRequest(f"{name}: {total} elements when dense; at most {MAX_SPARSE_ELEMENTS} are allowed")
+        raise BadRequest(f"{name}: has {total} elements as dense tensors; at most {MAX_SPARSE_ELEMENTS} are allowed")
 
 
 def to_array(tensor: pb.Tensor, what: str) -> np.ndarray:
     """float32, int64 or int32 of the tensor's shape; bfloat16 is widened. `what` names it in BadRequest's message."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
-        raise BadRequest(f"{what}: dtype {tensor.dtype} is unknown; known are FLOAT32, INT64, INT32 and BFLOAT16")
+        raise BadRequest(f"{what}: dtype {tensor.dtype} is unknown; use FLOAT32, INT64, INT32 or BFLOAT16")
     shape = _shape(tensor, what)
     if tensor.WhichOneof("encoding") == "sparse_csr":
         return _densify(tensor.sparse_csr, dtype, shape, what)
@@ -248,7 +252,7 @@ def to_cells(tensor: pb.Tensor, what: str) -> Cells:
     """A matrix of int64 in the layout it was sent in. Raises BadRequest for anything else; `what` names it there."""
     shape = _shape(tensor, what)
     if tensor.dtype != pb.DTYPE_INT64 or len(shape) != 2:
-        raise BadRequest(f"{what}: expected an int64 tensor of two sizes (got shape {list(shape)})")
+        raise BadRequest(f"{what}: expected an int64 tensor with two dimensions (got shape {list(shape)})")
     rows, width = shape
     if width < 1:  # a row without values costs its sender nothing, so a body may claim two billion rows
         raise BadRequest(f"{what}: shape {list(shape)} has no columns")
@@ -262,10 +266,10 @@ def to_cells(tensor: pb.Tensor, what: str) -> Cells:
 
 def _shape(tensor: pb.Tensor, what: str) -> tuple[int, ...]:
     if len(tensor.shape) > MAX_RANK:
-        raise BadRequest(f"{what}: a shape of {len(tensor.shape)} sizes; at most {MAX_RANK} are allowed")
+        raise BadRequest(f"{what}: the shape has {len(tensor.shape)} dimensions; at most {MAX_RANK} are allowed")
     shape = tuple(tensor.shape)
     if prod(max(1, size) for size in shape) > _MAX_ELEMENTS:
-        raise BadRequest(f"{what}: no tensor has shape {list(shape)}")
+        raise BadRequest(f"{what}: shape {list(shape)} is too large for a tensor")
     return shape
 
 
@@ -285,7 +289,7 @@ def _shaped(values: np.ndarray, shape: tuple[int, ...], what: str) -> np.ndarray
 
 def _densify(csr: pb.SparseCsr, dtype: np.dtype, shape: Sequence[int], what: str) -> np.ndarray:
     if len(shape) != 2 or min(shape) < 0:
-        raise BadRequest(f"{what}: a sparse tensor needs a shape of two sizes (got {list(shape)})")
+        raise BadRequest(f"{what}: a sparse tensor needs a shape of two dimensions (got {list(shape)})")
     values, starts, columns = _csr(csr, dtype, what)
     _check_csr(values, starts, columns, shape, what)
     dense = np.zeros(shape, dtype=values.dtype)
@@ -306,6 +310,6 @@ def _csr(csr: pb.SparseCsr, dtype: np.dtype, what: str) -> tuple[np.ndarray, np.
 def _check_csr(values: np.ndarray, starts: np.ndarray, columns: np.ndarray, shape: Sequence[int], what: str) -> None:
     rows, width = shape
     if len(starts) != rows + 1 or starts[0] != 0 or starts[-1] != len(values) or (np.diff(starts) < 0).any():
-        raise BadRequest(f"{what}: crow_indices do not rise from 0 to {len(values)} in {rows} rows")
+        raise BadRequest(f"{what}: crow_indices must be {rows + 1} numbers that rise from 0 to {len(values)}")
     if len(columns) != len(values) or ((columns < 0) | (columns >= width)).any():
-        raise BadRequest(f"{what}: col_indices are not {len(values)} columns in 0..{width - 1}")
+        raise BadRequest(f"{what}: col_indices must be {len(values)} numbers in 0..{width - 1}")

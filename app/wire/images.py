@@ -72,10 +72,14 @@ def columns(inputs: Iterable[ModelInput]) -> tuple[list[np.ndarray], tuple[Image
 def check_images(images: Sequence[Image]) -> None:
     """Raises BadRequest for more images, or tokens of images, than one call may bring."""
     if len(images) > MAX_IMAGES:
-        raise BadRequest(f"the call holds {len(images)} images; at most {MAX_IMAGES} are taken at a time: send fewer")
+        raise BadRequest(
+            f"the call holds {len(images)} images; at most {MAX_IMAGES} are allowed in one call: send fewer"
+        )
     tokens = sum(image.tokens for image in images)
     if tokens > MAX_TOKENS_OF_ALL:
-        raise BadRequest(f"the images of the call are {tokens} tokens; at most {MAX_TOKENS_OF_ALL} are taken at a time")
+        raise BadRequest(
+            f"the images of the call are {tokens} tokens; at most {MAX_TOKENS_OF_ALL} are allowed in one call"
+        )
 
 
 def check_file(data: bytes, form: str, where: str) -> None:
@@ -83,7 +87,7 @@ def check_file(data: bytes, form: str, where: str) -> None:
     if form not in FORMATS:
         raise BadRequest(f"{where} has the format {form[:40]!r}; it can be {' or '.join(FORMATS)}")
     if len(data) > MAX_BYTES:
-        raise BadRequest(f"{where} has {len(data)} bytes; at most {MAX_BYTES} are taken: make it smaller")
+        raise BadRequest(f"{where} has {len(data)} bytes; at most {MAX_BYTES} are allowed: make it smaller")
     if not data.startswith(_PNG if form == "png" else _JPEG):
         raise BadRequest(f"{where} is not a {form} file: its first bytes are {data[:8].hex() or 'missing'}")
     size = _png_size(data) if form == "png" else _jpeg_size(data)
@@ -91,7 +95,7 @@ def check_file(data: bytes, form: str, where: str) -> None:
         raise BadRequest(f"{where} is not a whole {form} file: it does not state its width and height")
     width, height = size
     if not 1 <= width * height <= MAX_PIXELS:
-        raise BadRequest(f"{where} has {width} x {height} pixels; 1 to {MAX_PIXELS} are taken: make it smaller")
+        raise BadRequest(f"{where} has {width} x {height} pixels; 1 to {MAX_PIXELS} are allowed: make it smaller")
     if form == "jpeg" and data.count(bytes((0xFF, _START_OF_SCAN))) > MAX_SCANS:
         raise BadRequest(f"{where} has more than {MAX_SCANS} scans: save it again as a plain JPEG")
 

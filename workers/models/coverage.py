@@ -43,9 +43,9 @@ NEVER: tuple[tuple[str, str], ...] = (
     (r"(^|\.)mtp(\.|$)", "a multi-token-prediction head drafts tokens, and the loss never reads it"),
     (r"\.mixer\.out_proj$", "Mamba's fused kernel reads this weight past its module, where PEFT refuses an adapter"),
     (r"(^|\.)per_layer_\w+$", "Gemma 4's embeddings of each layer stay as pretrained, as does what mixes them in"),
-    (r"\.A_log$", "a decay rate has one number for each head, and is no linear"),
-    (r"\.conv1d(\.|$)", "a convolution over neighbouring tokens has few weights, and is no linear"),
-    (r"\.rel_logits_proj(\.|$)", "a table of biases by distance has few weights, and is no linear"),
+    (r"\.A_log$", "a decay rate has one number for each head, and is not a linear layer"),
+    (r"\.conv1d(\.|$)", "a convolution over neighbouring tokens has few weights, and is not a linear layer"),
+    (r"\.rel_logits_proj(\.|$)", "a table of biases by distance has few weights, and is not a linear layer"),
 )
 
 

@@ -158,7 +158,7 @@ class ImageReader:
         """Raises UserOpError before an image of this size is decoded. ValueError: the processor takes no such shape."""
         width, height = size
         if width * height > MAX_PIXELS:
-            raise UserOpError(f"{at} has {width} x {height} pixels; at most {MAX_PIXELS} are taken")
+            raise UserOpError(f"{at} has {width} x {height} pixels; at most {MAX_PIXELS} are allowed")
         patches = self._processor.get_number_of_image_patches(height, width, {})
         tokens = patches // self._processor.merge_size**2
         if tokens != image.tokens:

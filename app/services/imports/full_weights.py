@@ -28,7 +28,7 @@ def read(folder: Path, arch: str, shapes: Mapping[str, tuple[int, ...]], limits:
         found = f"{config.get('architectures')!r:.200}"
         raise BadRequest(f"{CONFIG_FILE}: architectures is {found}, but this base model is [{arch!r}]")
     if config.get("quantization_config"):
-        raise BadRequest(f"{CONFIG_FILE} has a quantization_config; only plain weights are taken")
+        raise BadRequest(f"{CONFIG_FILE} has a quantization_config; only plain weights are accepted")
     weights = sorted(folder.glob("model*.safetensors"))
     _check_index(folder, {path.name for path in weights}, limits)
     _check_tensors(weights, shapes)
@@ -68,5 +68,5 @@ def _json(file: Path, limits: LimitSettings) -> dict[str, Any]:
     except (BadRequest, RecursionError) as error:
         raise BadRequest(f"{file.name}: {error}") from None
     if not isinstance(found, dict):
-        raise BadRequest(f"{file.name} is no JSON object")
+        raise BadRequest(f"{file.name} is not a JSON object")
     return found

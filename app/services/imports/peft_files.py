@@ -91,13 +91,13 @@ def _most_header(shapes: Shapes) -> int:
 def _config(file: Path, limits: LimitSettings) -> Mapping[str, Any]:
     """The configuration. Raises BadRequest for a field that changes the output and cannot be kept."""
     if file.stat().st_size > MOST_CONFIG_BYTES:
-        raise BadRequest(f"{CONFIG_FILE} has {file.stat().st_size} bytes; at most {MOST_CONFIG_BYTES} are taken")
+        raise BadRequest(f"{CONFIG_FILE} has {file.stat().st_size} bytes; at most {MOST_CONFIG_BYTES} are allowed")
     try:
         config = parse_json(file.read_bytes(), limits)
     except (BadRequest, RecursionError) as error:
         raise BadRequest(f"{CONFIG_FILE}: {error}") from None
     if not isinstance(config, dict):
-        raise BadRequest(f"{CONFIG_FILE} is no JSON object")
+        raise BadRequest(f"{CONFIG_FILE} is not a JSON object")
     _check_one_of(config, "peft_type", ("LORA",))
     _check_one_of(config, "task_type", _TASKS)
     _check_one_of(config, "bias", ("none", None))
@@ -106,7 +106,7 @@ def _config(file: Path, limits: LimitSettings) -> Mapping[str, Any]:
     for name, value in config.items():
         if name not in _WITHOUT_EFFECT and value not in (None, False, [], {}):
             raise BadRequest(
-                f"{CONFIG_FILE}: {name[:80]} is {_short(value)}; only plain LoRA is taken, without {name[:80]}"
+                f"{CONFIG_FILE}: {name[:80]} is {_short(value)}; only plain LoRA is accepted, without {name[:80]}"
             )
     return config
 

@@ -18,7 +18,7 @@ from app.errors import BadRequest
 MOST_HEADER = 100_000_000
 """The safetensors library refuses longer headers."""
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of one number, by the dtypes that are taken."""
+"""Bytes of one number, by the accepted dtypes."""
 _LENGTH_BYTES, _MOST_DIMENSIONS = 8, 8
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -40,7 +40,7 @@ def read_shapes(file: Path, most_header: int) -> dict[str, tuple[int, ...]]:
     header, size = _header(file, most_header)
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _invalid(file, f"its {_METADATA} is no object of texts")
+        raise _invalid(file, f"its {_METADATA} is not an object of strings")
     entries = {name: _entry(file, name, found) for name, found in header.items()}
     _check_filled(file, entries, size)
     return {name: entry.shape for name, entry in entries.items()}
@@ -62,7 +62,7 @@ def _header(file: Path, most_header: int) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(data.read(_LENGTH_BYTES), "little")
         size = file.stat().st_size - _LENGTH_BYTES - length
         if length > most_header or size < 0:
-            raise _invalid(file, f"its header would have {length} bytes")
+            raise _invalid(file, f"the length of its header, {length} bytes, is greater than allowed or than the file")
         return _parsed(file, data.read(length)), size
 
 
@@ -75,7 +75,7 @@ def _parsed(file: Path, text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise _invalid(file, "its header is not JSON") from None
     if not isinstance(found, dict):
-        raise _invalid(file, "its header is no JSON object")
+        raise _invalid(file, "its header is not a JSON object")
     return found
 
 
@@ -97,7 +97,7 @@ def _natural(text: str) -> int:
 def _entry(file: Path, name: str, found: Any) -> Entry:
     fields = found if isinstance(found, dict) else {}
     if unknown := sorted(fields.keys() - _FIELDS):
-        raise _invalid(file, f"tensor {name[:200]!r} has a field {unknown[0][:80]!r}")
+        raise _invalid(file, f"tensor {name[:200]!r} has the unknown field {unknown[0][:80]!r}")
     shape, place = _counts(fields.get("shape")), _counts(fields.get("data_offsets"))
     if shape is None or place is None or len(place) != 2:
         raise _invalid(file, f"tensor {name[:200]!r} has no shape, or no data_offsets")
@@ -105,7 +105,7 @@ def _entry(file: Path, name: str, found: Any) -> Entry:
     if dtype not in ITEM_BYTES:
         raise BadRequest(f"{file.name}: {name[:200]} has the dtype {dtype[:20]}; use one of {', '.join(ITEM_BYTES)}")
     if place[1] - place[0] != prod(shape) * ITEM_BYTES[dtype]:
-        raise _invalid(file, f"the bytes of {name[:200]} are not those of {dtype} {str(shape)[:100]}")
+        raise _invalid(file, f"the data_offsets of {name[:200]} do not fit dtype {dtype} and shape {str(shape)[:100]}")
     return Entry(shape, *place)
 
 

@@ -101,7 +101,7 @@ class UploadService:
         try:
             self.objects.get(key, target, most)
         except TooLarge:
-            raise BadRequest(f"{target.name} is too large: such an adapter's has at most {most} bytes") from None
+            raise BadRequest(f"{target.name} is too large: for this adapter it may have at most {most} bytes") from None
         except NotFound:
             raise BadRequest(f"{target.name} was not uploaded: send it to its URL with PUT first") from None
 
@@ -136,5 +136,6 @@ def _check_asked(found: LoraSpec, asked: LoraSpec, groups: list[str]) -> None:
     for name in ("rank", *(f"train_{group}" for group in GROUPS if group in groups)):
         if getattr(found, name) != getattr(asked, name):
             raise BadRequest(
-                f"the adapter has {name} {getattr(found, name)}, but the upload was started with {getattr(asked, name)}"
+                f"the adapter has {name} {getattr(found, name)}, but the upload was started with "
+                f"{getattr(asked, name)}; start a new upload with the adapter's own values"
             )

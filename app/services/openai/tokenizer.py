@@ -178,9 +178,13 @@ def _from_hub(source: str, name: str) -> Path | None:
     except EntryNotFoundError:
         return None
     except HFValidationError:
-        raise BadRequest(f"the tokenizer {source!r} is neither a folder here nor a hub id") from None
+        raise BadRequest(
+            f"the tokenizer {source!r} is neither a folder here nor a hub id; correct base_models.tokenizer"
+        ) from None
     except (HfHubHTTPError, OSError) as error:
-        raise Unavailable(f"the tokenizer {source!r} cannot be fetched: {type(error).__name__}") from None
+        raise Unavailable(
+            f"the tokenizer {source!r} cannot be fetched: {type(error).__name__}; try again soon"
+        ) from None
 
 
 def compile_template(text: str) -> Template:

@@ -168,7 +168,7 @@ class AccountService:
             if self._files.add(account):
                 self._show(account)
                 return account
-        raise Unavailable(f"others changed {id_} at the same time, {_TRIES} times: try again")
+        raise Unavailable(f"other calls changed {id_} at the same time, {_TRIES} times in a row: try again")
 
     def _newest(self, cls: type[A], id_: str) -> A:
         """The newest version of the account: the state server's, if the object store was set back to an older

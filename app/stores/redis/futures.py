@@ -230,7 +230,7 @@ class RedisFutures:
         state, owner, kind, model = (field.decode() if field else "" for field in cast("list[bytes | None]", fields))
         if not state or owner not in owners:
             absence = self._absence(request_id, owners)  # also for a foreign id: it costs the same reads
-            raise NotFound(f"no future {request_id!r}") if state else absence
+            raise NotFound(f"future {request_id!r} does not exist") if state else absence
         result = None if state == "pending" else self._result(request_id, owners)
         if result is not None and owner not in onlookers:
             self._note_read(request_id, kind, len(result.body))
@@ -313,4 +313,4 @@ class RedisFutures:
             stored, applied = self._redis.hmget(keys.record(namespace, parent), ["owner", "applied"])
             if stored is not None and json.loads(stored) in owners and (applied is None or int(seq) <= int(applied)):
                 return Gone(f"the result of {request_id!r} has expired")
-        return NotFound(f"no future {request_id!r}")
+        return NotFound(f"future {request_id!r} does not exist")

@@ -102,7 +102,7 @@ def test_a_retried_copy_is_the_same_one_and_another_is_another(api: Api) -> None
 def test_a_key_that_was_used_for_another_checkpoint_is_refused(api: Api) -> None:
     assert copy(api, saved(api), "used").status_code == 200
     answer = copy(api, saved(api), "used")
-    assert (answer.status_code, "used for another one" in answer.json["detail"]) == (400, True)
+    assert (answer.status_code, "already holds the copy of another checkpoint" in answer.json["detail"]) == (400, True)
 
 
 def test_a_copy_that_broke_off_is_not_there_and_is_made_whole_by_the_next_try(

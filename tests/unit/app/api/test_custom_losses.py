@@ -168,7 +168,7 @@ def test_a_strangers_loss_looks_like_one_that_is_not_there(api: Api, stranger: A
 @pytest.mark.parametrize("request_id", ["x:loss:0", ":loss:0", "x:loss:-1", "x:loss:99999999999", "a:b:loss:0"])
 def test_a_future_of_no_loss_is_unknown(api: Api, request_id: str) -> None:
     answer = api.post("retrieve_future", {"request_id": request_id})
-    assert (answer.status_code, answer.json["detail"]) == (404, f"no future {request_id!r}")
+    assert (answer.status_code, answer.json["detail"]) == (404, f"future {request_id!r} does not exist")
 
 
 def without(name: str) -> dict[str, Any]:

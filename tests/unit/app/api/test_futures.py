@@ -279,6 +279,6 @@ def test_only_ones_own_samples_can_be_cancelled(api: Api, stranger: Api) -> None
     foreign = stranger.post("cancel_future", {"request_id": sample})
     unknown = stranger.post("cancel_future", {"request_id": sample + "7"})
     assert foreign.status_code == unknown.status_code == 404
-    assert foreign.json["detail"] == f"no future {sample!r}"
+    assert foreign.json["detail"] == f"future {sample!r} does not exist"
     assert poll(api, sample)[0] == 408, "it goes on"
     assert api.post("cancel_future", {"request_id": "a:train:0:z"}).status_code == 404

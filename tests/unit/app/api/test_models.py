@@ -76,7 +76,7 @@ def test_an_adapter_that_would_leave_the_experts_out_is_refused() -> None:
     info = BaseModelInfo("org/moe", "Qwen3MoeForCausalLM", 300, 64, "float32", ("attn", "unembed"))
     with pytest.raises(BadRequest) as caught:
         check_lora(ops.LoraSpec(8), 64, info)
-    assert str(caught.value) == "no adapter sits on the MLP layers or experts of org/moe yet: set train_mlp to false"
+    assert str(caught.value) == "LoRA does not cover the MLP layers or experts of org/moe yet: set train_mlp to false"
     check_lora(ops.LoraSpec(8, train_mlp=False), 64, info)
     check_lora(ops.LoraSpec(8), 64, dataclasses.replace(info, trainable_groups=("attn", "mlp")))
 

@@ -241,7 +241,7 @@ def test_the_weights_of_a_model_are_whole_to_the_last_byte(shards: int, tinsmith
     ("name", "text", "mistake"),
     [
         ("config.json", "{}", "names no architectures; add them"),
-        ("config.json", "{", "is no JSON object; download"),
+        ("config.json", "{", "is not a JSON object; download"),
         ("model.safetensors.index.json", "{}", "names no files; download"),
         ("model.safetensors", "", "is not a valid safetensors file"),
     ],

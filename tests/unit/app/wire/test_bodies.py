@@ -52,7 +52,7 @@ def test_a_frame_larger_than_the_limit_is_refused_by_what_its_head_says() -> Non
 
 def test_a_frame_that_does_not_say_its_size_is_unpacked_no_further_than_the_limit() -> None:
     for body, most in ((UNSIZED, len(BODY) - 1), (PIECES, 0), (BOMB, 2**20)):
-        with pytest.raises(TooLarge, match=f"{most} are taken") as refusal:
+        with pytest.raises(TooLarge, match=f"{most} are allowed") as refusal:
             unpack(body, "zstd", most)
         found = re.search(r"at least (\d+) bytes", str(refusal.value))
         assert most < int(found[1]) <= most + 2**16, "no more than a piece beyond"

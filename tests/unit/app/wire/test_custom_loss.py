@@ -88,13 +88,16 @@ BAD_CALLS: dict[str, tuple[Graph, str]] = {
     "getattr of a text": (node("a", "getattr", {"ref": "logprobs"}, "__class__"), "getattr takes .* shape"),
     "getattr of a list": (node("a", "getattr", {"ref": "logprobs"}, ["shape"]), "getattr takes"),
     "getattr default": (node("a", "getattr", {"ref": "logprobs"}, "shape", 1), "getattr takes"),
-    "getattr keyword": (node("a", "getattr", {"ref": "logprobs"}, "shape", default="data"), "keyword .default.|data"),
-    "ref forward": (node("a", "torch.exp", {"ref": "loss"}), "ref 'loss' names no earlier node"),
-    "ref to itself": (node("a", "torch.exp", {"ref": "a"}), "ref 'a' names no earlier node"),
+    "getattr keyword": (
+        node("a", "getattr", {"ref": "logprobs"}, "shape", default="data"),
+        "keyword argument .default.|data",
+    ),
+    "ref forward": (node("a", "torch.exp", {"ref": "loss"}), "ref 'loss' does not name an earlier node"),
+    "ref to itself": (node("a", "torch.exp", {"ref": "a"}), "ref 'a' does not name an earlier node"),
     "ref to nothing": (node("a", "torch.exp", {"ref": "gone"}), "ref 'gone'"),
     "ref of a number": (node("a", "torch.exp", {"ref": 1}), "ref 1"),
     "ref in a keyword": (node("a", "torch.sum", {"ref": "logprobs"}, dim={"ref": "b"}), "ref 'b'"),
-    "two keys": (node("a", "torch.exp", {"ref": "logprobs", "x": 1}), "not possible"),
+    "two keys": (node("a", "torch.exp", {"ref": "logprobs", "x": 1}), "is not allowed"),
     "unknown object": (node("a", "torch.exp", {"pickle": "gASV"}), "'pickle'"),
     "unknown dtype": (node("a", "torch.exp", {"dtype": "complex128"}), "complex128"),
     "quantised dtype": (node("a", "torch.zeros", 2, dtype={"dtype": "qint8"}), "qint8"),
@@ -108,8 +111,8 @@ BAD_CALLS: dict[str, tuple[Graph, str]] = {
     "float of a text": (node("a", "torch.exp", {"float": "1e400"}), "1e400"),
     "an integer of 65 bits": (node("a", "torch.zeros", 2**64), str(2**64)),
     "a short slice": (node("a", "operator.getitem", {"ref": "logprobs"}, {"slice": [1]}), "slice"),
-    "out": (node("a", "torch.exp", {"ref": "logprobs"}, out={"ref": "logprobs"}), "keyword 'out'"),
-    "odd keyword": (node("a", "torch.exp", **{"a-b": 1}), "keyword 'a-b'"),
+    "out": (node("a", "torch.exp", {"ref": "logprobs"}, out={"ref": "logprobs"}), "keyword argument 'out'"),
+    "odd keyword": (node("a", "torch.exp", **{"a-b": 1}), "keyword argument 'a-b'"),
     "no identifier": (node("a b", "torch.exp", {"ref": "logprobs"}), "'a b' is not an identifier"),
     "a name twice": (node("logprobs", "torch.exp", {"ref": "logprobs"}), "two nodes.*'logprobs'"),
     "args no list": (node("a", "torch.exp") | {"args": "x"}, "args must be a list"),
@@ -163,7 +166,7 @@ BAD_GRAPHS: dict[str, tuple[Graph, str]] = {
     "returns nothing": (returning(), "tuple \\(loss, metrics\\)"),
     "returns the loss alone": (returning({"ref": "loss"}), "tuple \\(loss, metrics\\)"),
     "returns a number": (returning({"tuple": [1.0, {"dict": {}}]}), "tuple \\(loss, metrics\\)"),
-    "returns what is not there": (returning({"tuple": [{"ref": "x"}, {"dict": {}}]}), "'x' is no earlier node"),
+    "returns what is not there": (returning({"tuple": [{"ref": "x"}, {"dict": {}}]}), "'x' is not an earlier node"),
     "metric without reduction": (metrics(custom={"ref": "loss"}), "metric 'custom' must be"),
     "metric of the trainer": (metrics(loss__sum={"ref": "loss"}), "metric 'loss:sum' must be"),
     "two colons": (metrics(**{"custom/a__b__sum": {"ref": "loss"}}), "custom/a:b:sum"),
@@ -182,7 +185,7 @@ def test_a_graph_of_another_shape_is_refused(case: str) -> None:
 
 def test_a_loss_that_logprobs_do_not_go_into_is_refused() -> None:
     constant = node("c", "torch.zeros", 2)
-    with pytest.raises(BadRequest, match="'c' is no earlier node that depends on logprobs"):
+    with pytest.raises(BadRequest, match="'c' is not an earlier node that depends on logprobs"):
         parse(graph(constant, output=OUTPUT | {"args": [{"tuple": [{"ref": "c"}, {"dict": {}}]}]}))
 
 

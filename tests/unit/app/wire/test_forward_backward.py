@@ -129,13 +129,16 @@ MALFORMED = {
     "half a number": (pb.Tensor(dense=b"123", dtype=pb.DTYPE_FLOAT32, shape=[1]), "3 bytes"),
     "shape too large": (pb.Tensor(dense=b"1234", dtype=pb.DTYPE_FLOAT32, shape=[2]), r"\[2\]"),
     "negative shape": (pb.Tensor(dense=b"1234", dtype=pb.DTYPE_FLOAT32, shape=[-1, -1]), "-1"),
-    "more sizes than numpy takes": (pb.Tensor(dense=b"1234", dtype=pb.DTYPE_FLOAT32, shape=[1] * 65), "65 sizes"),
-    "sizes without end": (pb.Tensor(dense=b"1234", dtype=pb.DTYPE_FLOAT32, shape=[2**31] * 10**6), "1000000 sizes"),
+    "more sizes than numpy takes": (pb.Tensor(dense=b"1234", dtype=pb.DTYPE_FLOAT32, shape=[1] * 65), "65 dimensions"),
+    "sizes without end": (
+        pb.Tensor(dense=b"1234", dtype=pb.DTYPE_FLOAT32, shape=[2**31] * 10**6),
+        "1000000 dimensions",
+    ),
     "larger than numpy takes": (pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=[0, 2**62]), r"\[0, 4611686018427387904\]"),
-    "one-dimensional csr": (csr([1], [0, 1], [0], [1]), "two sizes"),
+    "one-dimensional csr": (csr([1], [0, 1], [0], [1]), "two dimensions"),
     "column outside": (csr([1], [0, 1], [5], [1, 5]), "0..4"),
     "negative column": (csr([1], [0, 1], [-1], [1, 5]), "0..4"),
-    "rows missing": (csr([1], [0, 1], [0], [2, 5]), "2 rows"),
+    "rows missing": (csr([1], [0, 1], [0], [2, 5]), "must be 3 numbers"),
     "falling rows": (csr([1, 2], [0, 2, 1, 2], [0, 1], [3, 5]), "rise"),
     "values missing": (csr([1], [0, 2], [0, 1], [1, 5]), "rise"),
 }
@@ -153,10 +156,10 @@ def test_a_few_bytes_of_csr_cannot_unfold_to_gigabytes() -> None:
     for _ in range(10):
         added = request.data.add()
         added.loss_fn_inputs["target_tokens"].CopyFrom(csr([], [0, 0], [], [1, 2**24]))
-    with pytest.raises(BadRequest, match="target_tokens: 167772160 elements"):
+    with pytest.raises(BadRequest, match="target_tokens: has 167772160 elements"):
         decode(request.SerializeToString())
     request.data[0].loss_fn_inputs["target_tokens"].shape.extend([2**31] * 10**6)
-    with pytest.raises(BadRequest, match="target_tokens: a shape of 1000002 sizes"):
+    with pytest.raises(BadRequest, match="target_tokens: the shape has 1000002 dimensions"):
         decode(request.SerializeToString())
 
 

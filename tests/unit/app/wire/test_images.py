@@ -96,7 +96,7 @@ WRONG: dict[str, tuple[Callable[[], types.ImageChunk], str]] = {
         lambda: chunk(JPEG + b"\xff\xda" * images.MAX_SCANS, "jpeg"),
         "more than 64 scans",
     ),
-    "many bytes": (lambda: chunk(PNG + bytes(MAX_BYTES)), f"at most {MAX_BYTES} are taken"),
+    "many bytes": (lambda: chunk(PNG + bytes(MAX_BYTES)), f"at most {MAX_BYTES} are allowed"),
 }
 
 
@@ -132,13 +132,13 @@ def test_many_images_are_refused_before_their_positions_take_memory() -> None:
 JSON_WRONG: dict[str, tuple[Any, str]] = {
     "a pointer": (
         {"type": "image_asset_pointer", "format": "png", "location": "http://10.0.0.1/a.png", "expected_tokens": 6},
-        "opens no location that a request names.*send its bytes as an image chunk",
+        "opens no file or URL that a request names.*send its bytes as an image chunk",
     ),
     "no base64": ({"type": "image", "format": "png", "data": "\u00e9", "expected_tokens": 6}, "not valid base64"),
     "data is no text": ({"type": "image", "format": "png", "data": [1], "expected_tokens": 6}, "a base64 string"),
     "half a token": ({"type": "image", "format": "png", "data": "", "expected_tokens": 1.5}, "must be an integer"),
     "no format": ({"type": "image", "data": base64.b64encode(PNG).decode(), "expected_tokens": 6}, "format 'None'"),
-    "audio": ({"type": "dmel", "dmel": ""}, "of type 'dmel'; only encoded_text and image"),
+    "audio": ({"type": "dmel", "dmel": ""}, "chunk type 'dmel' is not supported"),
 }
 
 

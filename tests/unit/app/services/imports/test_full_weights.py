@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a tensor less": (lambda folder: write(folder, {"embed.weight": (6, 4)}), "layers.0.up.weight is missing"),
     "no index": (lambda folder: write(folder, IN_FILES, {"x": (1,)}, index=False), "neither model.safetensors nor"),
     "nothing": (lambda folder: None, "no config.json"),
-    "a configuration that is none": (lambda folder: (folder / "config.json").write_text("[]"), "no JSON object"),
+    "a configuration that is none": (lambda folder: (folder / "config.json").write_text("[]"), "is not a JSON object"),
     "a damaged file": (
         lambda folder: (write(folder, IN_FILES) / "model.safetensors").write_bytes(b"x" * 20),
         "not a valid safetensors file",
