@@ -2,7 +2,8 @@
 
 kombu reads this connection, which carries the commands of Flower and `celery inspect`, when data or its end has
 arrived. With a retry, redis-py would answer its end with a new connection and wait there for a message, for ever: the
-worker would be deaf (redis-py 8.1, `PubSub.parse_response`). Without one, kombu sees the error and connects again.
+worker would get no more tasks (redis-py 8.1, `PubSub.parse_response`). Without one, kombu sees the error and connects
+again.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def _add_up(commands: argparse._SubParsersAction[_Parser]) -> None:
         allow_abbrev=False,
     )
     up.set_defaults(run=_up, parser=up)
-    up.add_argument("--quiet", action="store_true", help="print warnings and `ready URL` alone")
+    up.add_argument("--quiet", action="store_true", help="print only warnings and `ready URL`")
     _add_server_options(up)
     _add_model_options(up)
     cli_admin.add_outside_options(up)
@@ -122,14 +122,16 @@ def _add_status(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     top.set_defaults(run=_top, parser=top)
     for parser in (status, top):
-        parser.add_argument("--runs", type=_count, default=20, metavar="N", help="most runs to show (default 20)")
+        parser.add_argument(
+            "--runs", type=_count, default=20, metavar="N", help="greatest number of runs to show (default 20)"
+        )
         cli_admin.add_stack_options(parser)
 
 
 def _add_logs(commands: argparse._SubParsersAction[_Parser]) -> None:
     logs = commands.add_parser(
         "logs",
-        help="show what is known of one call",
+        help="show the state, the times and the log lines of one call",
         description="Show the kind, the run, the times, the state and the error of one call, and the lines that name "
         "it in the logs of the API and the workers. The exit code is 1 if there is no such call.",
         allow_abbrev=False,
@@ -151,7 +153,7 @@ def _add_cancel(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     cancel.set_defaults(run=_cancel, parser=cancel)
     cancel.add_argument("target", metavar="SESSION|PROJECT", help="the id of a session or of a project")
-    cancel.add_argument("--yes", action="store_true", dest="sure", help="do not ask before")
+    cancel.add_argument("--yes", action="store_true", dest="sure", help="do not ask for confirmation")
     cancel.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
     cli_admin.add_stack_options(cancel)
 

@@ -119,8 +119,8 @@ def _add_keys(actions: Commands) -> None:
         type=_scopes,
         default=sorted(SCOPES),
         metavar="NAME,...",
-        help=f"what the key may change: some of {', '.join(sorted(SCOPES))}, or {_NOBODY} for a key that only reads "
-        "(default all)",
+        help=f"changes that the key may make: some of {', '.join(sorted(SCOPES))}, or {_NOBODY} for a key that only "
+        "reads (default all)",
     )
     create.add_argument(
         "--days", type=_days, dest="lifetime_s", metavar="N", help="days until the key expires (default never)"
@@ -229,8 +229,8 @@ def add_backup(commands: Commands) -> None:
     restore = _file_command(
         commands,
         "restore",
-        f"bring {_ABOUT} back from a file",
-        f"Bring back missing {_ABOUT} from a file that `tinsmith backup` wrote. Existing data is not changed. If only "
+        f"restore {_ABOUT} from a file",
+        f"Restore missing {_ABOUT} from a file that `tinsmith backup` wrote. Existing data is not changed. If only "
         "the state server was emptied, `tinsmith rebuild` is enough.",
     )
     restore.set_defaults(run=_restore)

@@ -4,7 +4,7 @@
     ├── RequestError            answered at once, as an HTTP status
     │   ├── BadRequest          400  the content is wrong; sending it again does not help
     │   ├── Unauthorized        401
-    │   │   └── InvalidToken    401  the token is too old, or not ours; another one may work
+    │   │   └── InvalidToken    401  the token has expired or is not from this server; a new one may work
     │   ├── Forbidden           403
     │   │   └── LimitReached    403  a limit that does not pass by itself: something must be deleted or ended first
     │   ├── NotFound            404  missing, or somebody else's; the answer is the same for both
@@ -47,7 +47,7 @@ class RequestError(TinsmithError):
 
 
 class BadRequest(RequestError):
-    """The content is wrong and stays wrong."""
+    """The content of the request is wrong; sending it again does not help."""
 
 
 class Unauthorized(RequestError):
@@ -128,7 +128,7 @@ class ClientGone(RequestError):
 class Unavailable(RequestError):
     """A part that the server needs is down or full; this passes with time.
 
-    The SDK makes 11 tries in all for some calls: with 1 s between them it would give up after 10 s, not a minute.
+    The SDK tries some calls 11 times in all: with 5 s between the tries it gives up after 50 s, with 1 s after 10 s.
     """
 
     status = 503
@@ -136,7 +136,8 @@ class Unavailable(RequestError):
 
 
 class NotReplicated(Unavailable):
-    """The call happened, but a failover could lose it (`engine.replicas`). A repeat is answered once it cannot."""
+    """The call happened, but too few replicas have it yet (`engine.replicas`), so a failover could lose it. A repeat is
+    answered once enough replicas have it."""
 
 
 class NewerContent(Unavailable):
@@ -174,7 +175,7 @@ class SetupError(TinsmithError):
 
 
 class Requeue(TinsmithError):
-    """Requeue: the future is not terminal yet, and something else will dispatch it again."""
+    """The future has no result yet, and will be dispatched again."""
 
 
 class UnservableModel(SetupError):

@@ -139,8 +139,8 @@ class TimedUnreader(SocketUnreader):  # type: ignore[misc]
     def _too_slow(self) -> RequestTimeout:
         log.info("a request's body arrived too slowly: %d bytes", self._received)
         return RequestTimeout(
-            f"the request's body arrives too slowly: {self._received} bytes of it came, and after {_BODY_S:.0f} s it "
-            f"needs {_BODY_BYTES_PER_S // 1024} KiB/s; send smaller parts, or use a faster connection"
+            f"the request's body arrives too slowly: {self._received} bytes arrived so far, and after {_BODY_S:.0f} s "
+            f"{_BODY_BYTES_PER_S // 1024} KiB/s are needed; send smaller parts, or use a faster connection"
         )
 
 
@@ -155,8 +155,8 @@ class Request(Suspension):
 
 
 class Ends:
-    """Spreads the ends of suspensions. Clients poll again at once, so polls that began together would end together for
-    ever, 5,000 within seconds, and other calls would wait for them each time."""
+    """Spreads the ends of suspensions over time. Clients poll again at once, so polls that began together would always
+    end together, 5,000 within seconds, and other calls would wait for them each time."""
 
     def __init__(self) -> None:
         self._ending = Counter[int]()
@@ -246,7 +246,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         except _IsSuspended:
             return True
         except BlockingIOError:
-            log.info("a client read nothing of its response for %d s", _SEND_S)
+            log.info("closed the connection of a client that read nothing of its response for %d s", _SEND_S)
             return False
 
     def wait_for_and_dispatch_events(self, timeout: float) -> None:

@@ -1,4 +1,4 @@
-"""Socket options with which a connection ends soon after its peer fell silent, as a machine does that lost its power.
+"""Socket options that end a connection soon after its peer falls silent, such as a machine that lost its power.
 
 Nothing arrives from such a peer, neither an answer nor an end. Linux by itself gives up after 15 minutes where bytes
 wait for their acknowledgement, and after two hours where none do.

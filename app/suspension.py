@@ -1,4 +1,4 @@
-"""Suspends requests that wait for a result, so that they take no thread: the part that application and server share.
+"""Suspends requests that wait for a result, so that they need no thread: the part that application and server share.
 
 A server that can do it (app/gunicorn_worker.py) puts a `Suspension` into the WSGI environ under SUSPENSION. The
 application suspends the request with it and returns any answer, which is thrown away. Once the request is resumed, or

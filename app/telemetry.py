@@ -45,13 +45,13 @@ REQUEST_SECONDS = Histogram(
     "tinsmith_request_seconds", "Time to answer a request", ["route", "status"], registry=REGISTRY, buckets=_SECONDS
 )
 HELD_POLLS = Gauge(
-    "tinsmith_held_polls", "Polls that wait for their future now", registry=REGISTRY, multiprocess_mode="livesum"
+    "tinsmith_held_polls", "Long polls that are held now", registry=REGISTRY, multiprocess_mode="livesum"
 )
 
 
 class Queues(Collector):
-    """The queues' metrics. They are no gauges of prometheus_client, which keeps gauges of several processes apart: they
-    are the same for each."""
+    """The queues' metrics. They have the same values in every process, so they are not gauges of prometheus_client,
+    which keeps the gauges of each process apart."""
 
     def __init__(self) -> None:
         self._pending: list[Pending] = []
@@ -61,8 +61,12 @@ class Queues(Collector):
         self._pending = list(pending)
 
     def collect(self) -> Iterator[Metric]:
-        depth = GaugeMetricFamily("tinsmith_queue_depth", "Models and sampling requests that wait", labels=["queue"])
-        age = GaugeMetricFamily("tinsmith_queue_age_seconds", "Longest time without progress", labels=["queue"])
+        depth = GaugeMetricFamily(
+            "tinsmith_queue_depth", "Models and sampling requests with waiting calls", labels=["queue"]
+        )
+        age = GaugeMetricFamily(
+            "tinsmith_queue_age_seconds", "Longest time for which one of these made no progress", labels=["queue"]
+        )
         depths, ages = Counts[str](), dict[str, float]()
         for waiting in self._pending:
             depths[waiting.queue] += 1
@@ -78,7 +82,8 @@ REGISTRY.register(QUEUES)
 
 
 class _Processes(Collector):
-    """The process metrics of all processes of this API, which have files in a folder of prometheus_client, added up."""
+    """The process metrics (CPU time, memory, files), added up over all processes of this API. `folder` is that of
+    prometheus_client, with files of each process."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)

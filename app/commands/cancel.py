@@ -136,7 +136,9 @@ class Cancelling:
 def _ask(question: str) -> None:
     """Raises TinsmithError unless the answer is yes."""
     if not sys.stdin.isatty():
-        raise SetupError("nobody is there to be asked: add --yes to end them without a question")
+        raise SetupError(
+            "cannot ask for confirmation, because the input is not a terminal: add --yes to go on without it"
+        )
     print(visible(question), "[y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise TinsmithError("nothing was ended")

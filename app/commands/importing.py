@@ -91,7 +91,7 @@ class _Import:
     def _full(self, folder: Path) -> str:
         base = self._bases.settings(self._base_model)
         if not folder.is_dir():
-            raise BadRequest("there is no such folder")
+            raise BadRequest("there is no such folder; correct the path")
         if base.full is None:
             raise BadRequest(
                 f"it holds no {CONFIG_FILE}, and full fine-tuning of {base.name} is not offered here (base_models.full "

@@ -78,16 +78,16 @@ def logs(options: Options, request_id: str, *, as_json: bool) -> int:
 
 
 def read(client: redis.Redis, folder: Path, request_id: str) -> CallReport:
-    """Reads what is known. Raises TinsmithError if that is nothing, and redis.RedisError."""
+    """Reads all that is known of a call. Raises TinsmithError for an unknown call, and redis.RedisError."""
     if not ids.is_request_id(request_id):
-        raise TinsmithError(f"{request_id!r} is no id of a call: it has the form <run or sampler>:<number>")
+        raise TinsmithError(f"{request_id!r} is not the id of a call: it has the form <run or sampler>:<number>")
     future = _future(client, request_id)
     op = text_fields(read_hash(client, keys.op(request_id)))
     lines = sorted(_lines(folder, request_id), key=lambda line: line.time)
     if not (future or op or lines):
         raise TinsmithError(
-            f"there is no call {request_id!r}: give the id of a future, <run or sampler>:<number>; a call whose result "
-            "has expired is only known by the logs in the data folder"
+            f"there is no call {request_id!r}: give the id of a future, <run or sampler>:<number>; of a call whose "
+            "result has expired, only the logs in the data folder are left"
         )
     parent = request_id.rpartition(":")[0]
     record = _parent(client, parent)
@@ -215,7 +215,7 @@ def _facts(report: CallReport) -> Table:
         "admitted": _time(report.admitted),
         "ended": _time(report.ended),
         "stages": ", ".join(f"{name.removesuffix('_s')} {seconds:.3f} s" for name, seconds in report.stages.items()),
-        "attempts": "" if report.attempts is None else f"{report.attempts} workers died of it",
+        "attempts": "" if report.attempts is None else f"{report.attempts} workers died while they ran it",
         "worker": report.worker,
     }
     for name, value in rows.items():

@@ -92,7 +92,10 @@ def add_model(hub_id: str, *, as_json: bool) -> int:
     base = BaseModelSettings(name=hub_id, path=hub_id)
     checks.model_path(base)
     if Path(hub_id).expanduser().is_dir():
-        raise SetupError(f"{hub_id} is a folder here, and not downloaded; `tinsmith init --model {hub_id}` serves it")
+        raise SetupError(
+            f"{hub_id} is a local folder, so there is nothing to download; `tinsmith init --model {hub_id}` writes a "
+            "config file that serves it"
+        )
     checks.training(base)
     missing = _missing(hub_id)
     about = _report(hub_id)

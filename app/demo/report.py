@@ -53,7 +53,7 @@ def print_answers(before: Sequence[str], after: Sequence[str]) -> None:
 
 
 def print_parts(parts: Iterable[tuple[str, str]]) -> None:
-    print("\nWhat ran")
+    print("\nThe parts of the stack")
     for name, text in parts:
         print(_paragraph(f"  {name:<13}", text))
 

@@ -77,7 +77,7 @@ class Project:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A user of one organisation. `roles` maps the ids of its projects to his roles. No key of a `removed` user
+    """A user of one organisation. `roles` maps the ids of its projects to the user's roles. No key of a `removed` user
     works."""
 
     namespace: ClassVar[str] = "users"

@@ -1,4 +1,4 @@
-"""The progress of a run: points for its curves, made of what its committed calls answered."""
+"""The progress of a run: points for its curves, made from the results of its committed calls."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ _IDLE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The answer of one forward_backward or optim_step. `tokens`: those of the batch. `weight`: the sum of their
-    weights in the loss; without weights the number of tokens with an advantage, or else of targets. `seconds`: the
-    duration of the pass that ran it, maybe with calls of other runs. `at`: unix time of the commit by the state
-    server's clock, 0 before it."""
+    """A point of the curves: the result of one forward_backward or optim_step.
+
+    `tokens`: those of the batch. `weight`: the sum of their weights in the loss; without weights the number of tokens
+    with an advantage, or else of targets. `seconds`: the duration of its pass, which may also run calls
+    of other runs. `at`: unix time of the commit by the state server's clock, 0 before it.
+    """
 
     kind: str
     metrics: Mapping[str, float] = field(default_factory=dict)

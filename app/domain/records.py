@@ -221,7 +221,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The `reason` for which workers of a role end at their start: they cannot serve the base model.
+    """The reason why workers of a role exit at their start: they cannot serve the base model.
 
     It is deleted when a worker of this role has started.
     """

@@ -1,8 +1,8 @@
 """The routes of tokens: the experts that the routers of a model with experts chose for them. Router replay makes a
 trainer take the sampler's routes.
 
-Routes are arrays [tokens, layers with experts, top_k]. A number that no expert has, `none_of`, stands where a token has
-no route.
+Routes are arrays [tokens, layers with experts, top_k]. Where a token has no route, they hold `none_of`, a number that
+no expert has.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Options:
     """The options of the command line. None (or empty) keeps the config file's value.
 
     base_models: (name, path or hub id). trainer, sampler, trainers, samplers, ranks and zero_stage apply to every
-    base model. quiet: `tinsmith up` prints warnings and `ready URL` alone.
+    base model. quiet: `tinsmith up` prints only warnings and `ready URL`.
     """
 
     config: Path | None = None

@@ -23,7 +23,7 @@ _MOST_WEIGHTS = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU by nvidia-smi's number. `memory_bytes` is 0 where nvidia-smi does not tell it."""
+    """A GPU by nvidia-smi's number. `memory_bytes` is 0 where nvidia-smi does not report it."""
 
     number: int
     name: str

@@ -1,5 +1,5 @@
-"""The memory that this process and its children may use: the machine's, or less in a control group with a bound, as in
-a container. Also the processes that the kernel killed because it was used up.
+"""The memory that this process and its children may use: the machine's, or less in a control group with a limit, as in
+a container. Also counts the processes that the kernel killed for lack of memory.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ def _without_hostfiles(settings: Settings, visible: Sequence[int]) -> Sequence[i
     for base, name, workers in spread:
         if not workers.devices:
             raise SetupError(
-                f"base model {base!r}: {name}.hostfile gives its ranks GPUs on each host; name them in {name}.devices, "
-                "so that the workers here that name none keep off them, or name those of all others"
+                f"base model {base!r}: the ranks of {name}.hostfile may use GPUs of this machine too; name their GPUs "
+                f"in {name}.devices, or name `devices` for every other worker here, so that no worker is given theirs"
             )
     ranks = {gpu for section in spread for gpus in section.copies() for gpu in gpus}
     return [gpu for gpu in visible if gpu not in ranks]

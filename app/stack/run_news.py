@@ -1,4 +1,4 @@
-"""News of runs, which `tinsmith up` prints: a line for one that starts or ends, and one every ten seconds for one that
+"""News of runs for the output of `tinsmith up`: a line when a run starts or ends, and one every ten seconds while it
 trains.
 """
 
@@ -32,7 +32,7 @@ class _Run(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """A run that was told of: its steps and tokens then, and the time in unix seconds."""
+    """The last printed line of a run: the steps and tokens in it, and its time in unix seconds."""
 
     steps: int
     tokens: int
@@ -43,8 +43,8 @@ class _Said(NamedTuple):
 
 
 class RunNews:
-    """Looks at the runs of the sessions that are in use, and says what has changed. A run that starts and ends between
-    two looks is not told of."""
+    """Reads the runs of live sessions, and passes lines about changes to `say`. A run that starts and ends between two
+    reads gets no line."""
 
     def __init__(self, records: RedisRecords, client: redis.Redis, say: Callable[[str], None]) -> None:
         self._records, self._redis, self._say = records, client, say
@@ -57,7 +57,7 @@ class RunNews:
                 self.look()
 
     def look(self) -> None:
-        """Says what is new; what does not fit comes with the next look. Raises redis.RedisError."""
+        """Passes the news to `say`. Lines over the limit follow at the next look. Raises redis.RedisError."""
         now, live = self._records.now(), self._live()
         started = live.keys() - self._known.keys()
         ended = self._known.keys() - live.keys()
@@ -66,7 +66,7 @@ class RunNews:
         for model_id in news[:_MOST_LINES]:
             self._say(f"run {short(model_id)}{self._said_of(model_id, live.get(model_id), now)}")
         if len(news) > _MOST_LINES:
-            self._say(f"and news of {len(news) - _MOST_LINES} other runs: see `tinsmith status`")
+            self._say(f"and {len(news) - _MOST_LINES} other runs with news: see `tinsmith status`")
 
     def _said_of(self, model_id: str, run: _Run | None, now: float) -> str:
         before = self._known.pop(model_id, None)

@@ -1,4 +1,4 @@
-"""Output of the commands: text of users, of logs and of stores cannot steer the terminal that shows it."""
+"""Output of the commands. Control characters in text of users, logs and stores are shown, not sent to the terminal."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def up(options: Options) -> int:
 
 
 def _teller(options: Options) -> Callable[[str], None]:
-    """Returns what prints a line that is no warning."""
+    """Returns the function that prints a line which is not a warning."""
     return (lambda _: None) if options.quiet else warn
 
 
@@ -173,7 +173,7 @@ def _follow_runs(redis_url: str, say: Callable[[str], None], until: threading.Ev
 
 
 class _Starting:
-    """Says of each worker that it is ready, once."""
+    """Prints once for each worker that it is ready."""
 
     def __init__(self, names: Iterable[str], say: Callable[[str], None]) -> None:
         self._missing, self._say = set(names), say

@@ -75,7 +75,7 @@ def test_without_replicas_to_wait_for_what_a_promotion_lost_is_reported_and_did_
         lost = hit.forward_backward(supervised(seed=3), "cross_entropy")
         await_true(lambda: stack.client.zscore(keys.PENDING, hit.model_id), "the call is acknowledged")
         sentinels.kill_primary()
-        with pytest.raises(Exception, match="future .* does not exist"):
+        with pytest.raises(Exception, match=r"future .* does not exist"):
             lost.result()
         trainer = stack.start_trainer()
         for call in submit(hit, 4):

@@ -57,6 +57,18 @@ CHANGED: dict[str, dict[str, Any]] = {
         "schemas Checkpoint": "e84a265c8f99dde1a6ef60d3716015d2da09d885e191024ca437442c50198981",
     },
 }
+# Phrases of messages, then and today. A message is not a stored form; the result of a failed call is.
+REWORDED = {
+    "no model 'other:train:0'": "model 'other:train:0' does not exist",
+    "shows what holds and what is used": "shows the limits and their use",
+    "sampler.queue_requests lets in": "sampler.queue_requests allows",
+    "session:train:0 handed over what only its journal up to seq 3 can make again": "the journal of session:train:0 up "
+    "to seq 3 is still needed: only it can rebuild an adapter that is not uploaded yet",
+    "seq 0 is not for epoch 1 to commit": "seq 0 cannot be committed under epoch 1: another worker owns the model, or "
+    "another seq is next",
+    "snapshot at seq 2 is not for epoch 1 to set": "snapshot at seq 2 cannot be set under epoch 1: another worker owns "
+    "the model, or it has a newer snapshot",
+}
 _ENGINE = (
     *("free_disk_bytes", "result_spill_bytes", "result_budget_bytes", "ephemeral_adapters", "ephemeral_s"),
     "replicas",

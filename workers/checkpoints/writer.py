@@ -210,7 +210,7 @@ class Saver:
     def _model(self, model_id: str) -> Model:
         stored = self.index.get(Model.namespace, model_id)
         if stored is None:
-            raise NotFound(f"no model {model_id!r}")
+            raise NotFound(f"model {model_id!r} does not exist")
         return load(Model, stored)
 
 

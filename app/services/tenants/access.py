@@ -32,7 +32,7 @@ Found = tuple[str, Checkpoint]
 
 _PROJECT_DIGITS = 16
 _JWT_PREFIX = "eyJ"
-_UNKNOWN = "this API key is not known here"
+_UNKNOWN = "this API key is not known here; check the key, and that the base URL is that of its server"
 _ALGORITHM = "HS256"
 _ISSUER = "tinsmith"
 # Allowed difference between the clocks of two API hosts.

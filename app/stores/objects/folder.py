@@ -170,7 +170,9 @@ class FolderStore:
                 return False
             flush_folder(target.parent)
             return True
-        raise Unavailable(f"the folder {target.parent} is deleted again and again while a file is written to it")
+        raise Unavailable(
+            f"the folder {target.parent} is deleted again and again while a file is written to it; try again soon"
+        )
 
     def _make_folder(self, folder: Path) -> None:
         if folder == self._root or folder.is_dir():

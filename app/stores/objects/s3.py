@@ -189,9 +189,9 @@ class S3Store:
         self._make_bucket()
         if (found := self._write_twice()) != (200, 412):
             raise error(
-                f"{self._where} answered {found[0]} and {found[1]}, not 200 and 412, when an object was created twice: "
-                "with it one checkpoint could overwrite another; set store.url to a server that honours If-None-Match, "
-                "and let the credentials write"
+                f"{self._where} answered {found[0]} and {found[1]}, not 200 and 412, when one object was created "
+                "twice. On such a server one checkpoint could overwrite another: set store.url to a server that "
+                "honours If-None-Match, and give the credentials write access"
             )
         self._is_checked = True
         self._abort_abandoned()
@@ -205,9 +205,9 @@ class S3Store:
             for upload in found.uploads:
                 if upload.initiated_time is not None and upload.initiated_time < oldest:
                     self._client._abort_multipart_upload(self._bucket, upload.object_name, upload.upload_id)
-                    log.info("removed the parts of %s, whose upload was broken off", upload.object_name)
+                    log.info("removed the parts of an interrupted upload of %s", upload.object_name)
         except S3Error as error:
-            log.warning("uploads that were broken off cannot be removed from %s: %s", self._where, error.code)
+            log.warning("cannot remove the parts of interrupted uploads from %s: %s", self._where, error.code)
 
     def _write_twice(self) -> tuple[int, int]:
         """Creates an object with a unique name twice, and deletes it. Returns both statuses."""

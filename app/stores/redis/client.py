@@ -169,7 +169,7 @@ class Channel:
             except (redis.RedisError, OSError) as error:
                 # One line for each outage, not one for each try.
                 if self.listening.is_set() or not warned:
-                    log.warning("lost the channel %s: %s", self._name, error)
+                    log.warning("lost the pub/sub connection of channel %s, connecting again: %s", self._name, error)
                 warned = True
             self.listening.clear()
             self._missed()

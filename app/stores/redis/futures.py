@@ -48,7 +48,7 @@ _FULL_QUEUE: dict[str, tuple[type[RequestError], str]] = {
     ),
     "requests": (
         TooManyRequests,
-        "{held} requests wait or run on {queue}, and the base model's sampler.queue_requests lets in "
+        "{held} requests wait or run on {queue}, and the base model's sampler.queue_requests allows "
         "{bounds.requests}; try again soon",
     ),
     "tokens": (
@@ -251,11 +251,14 @@ class RedisFutures:
     def _spilled_result(self, request_id: str) -> bytes:
         spilled = cast("bytes | None", self._redis.hget(keys.future(request_id), "spilled"))
         if spilled is None:
-            raise Unavailable(f"the result of {request_id!r} is about to expire")
+            raise Unavailable(f"the result of {request_id!r} is about to expire; run the call again")
         try:
             return self._payloads.read(spilled.decode())
         except NotFound:
-            raise Unavailable("the object store does not have the result: is its folder mounted and shared?") from None
+            raise Unavailable(
+                f"the object store does not have the result of {request_id!r}: check that its folder is mounted here, "
+                "and is the one that the workers use"
+            ) from None
 
     def _note_read(self, request_id: str, kind: str, size: int) -> None:
         is_large = size >= self._large
@@ -284,7 +287,7 @@ class RedisFutures:
             self._staging.write(content[1], payload)
             found = run(*content)
         if found[0] == _ABSENT:
-            raise Unavailable("the call took so long that its content has lapsed; try again soon")
+            raise Unavailable("the call took so long that its stored content has expired; try again soon")
         limits.check(found)
         return found
 

@@ -37,7 +37,7 @@ ENDED = (
 )
 _REFUSALS = {
     "conflict": CONFLICT,
-    "consumed": "seq_id {seq} is already behind this model and can not be used again",
+    "consumed": "seq_id {seq} of this model was used before and cannot be used again; send a call with a higher seq_id",
     "refused": "seq_id {seq} was refused: {reason}",
     "far": "seq_id {seq} leaves more than 1024 earlier seq_ids of this model missing; number the calls of a model 1, "
     "2, 3, ... without leaving any out, and send the missing ones first",
@@ -86,7 +86,7 @@ class RedisOpLog(RedisFutures):
         found = self._admit(payload, lambda *content: self._run("admit", *content, *call, *more))
         what, detail = _texts(found)
         if what == "unknown":
-            raise NotFound(f"no model {model_id!r}")
+            raise NotFound(f"model {model_id!r} does not exist")
         if what == "ended":
             raise Gone(ENDED)
         if what in _REFUSALS:
@@ -110,7 +110,7 @@ class RedisOpLog(RedisFutures):
         """
         found = _texts(self._run("acquire", model_id, worker, self._lease_ms))
         if not found:
-            raise NotFound(f"no model {model_id!r}")
+            raise NotFound(f"model {model_id!r} does not exist")
         if len(found) == 1:
             return OwnedElsewhere(_node(found[0]))
         if found[0] == "ended":
@@ -266,7 +266,10 @@ class RedisOpLog(RedisFutures):
             _point(point),
             point.tokens if point and point.kind == FORWARD_BACKWARD else 0,
         ):
-            raise Fenced(f"{lease.model_id} seq {seq} is not for epoch {lease.epoch} to commit")
+            raise Fenced(
+                f"{lease.model_id} seq {seq} cannot be committed under epoch {lease.epoch}: another worker owns the "
+                "model, or another seq is next"
+            )
 
     def set_snapshot(self, lease: Lease, seq: int, reference: str) -> str:
         """Sets the model's snapshot to a durable one, begins to trim the journal up to it (see `trim`), and returns the
@@ -277,9 +280,15 @@ class RedisOpLog(RedisFutures):
         """
         replaced = self._run("set_snapshot", lease.model_id, lease.epoch, seq, reference)
         if replaced is None:
-            raise Fenced(f"{lease.model_id} snapshot at seq {seq} is not for epoch {lease.epoch} to set")
+            raise Fenced(
+                f"{lease.model_id} snapshot at seq {seq} cannot be set under epoch {lease.epoch}: another worker owns "
+                "the model, or it has a newer snapshot"
+            )
         if replaced == 0:
-            raise Unavailable(f"{lease.model_id} handed over what only its journal up to seq {seq} can make again")
+            raise Unavailable(
+                f"the journal of {lease.model_id} up to seq {seq} is still needed: only it can rebuild an adapter that "
+                "is not uploaded yet"
+            )
         return str(replaced.decode())
 
     def trim(self, model_id: str) -> None:

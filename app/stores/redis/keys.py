@@ -108,7 +108,7 @@
                               megabytes in pieces, '' if it is of an earlier version; expires
     earlier_api         STR   exists while an API process of such a version lives beside others; expires
     shortage            STR   the reason why no call is admitted, while a disk of an API process is nearly full; expires
-    calls_taken         HASH  since: when the last break in the taking of calls ended; seen: the last look (ms)
+    calls_taken         HASH  since: the end of the last time in which no calls were accepted; seen: the last check (ms)
     marks               STR   a count that is written in front of each WAIT (app/stores/redis/durability.py)
     done                pub/sub channel: a request id, once its result can be read; on the broker, once its stream has
                               more entries

@@ -28,7 +28,7 @@ _TEXTS = {
     "finish one, or wait until the silent ones expire",
     "storage_bytes": "{payer} has {used:.0f} bytes of checkpoints, and its storage_bytes is {limit:.0f}: delete some",
 }
-_SEEN = "GET /api/v1/limits shows what holds and what is used"
+_SEEN = "GET /api/v1/limits shows the limits and their use"
 
 
 class RedisQuotas:

@@ -88,7 +88,7 @@ class RedisRecords:
         flat = [part for pair in dump(checkpoint).items() for part in pair]
         outcome = self._run("put_reserved", path, checkpoint.size_bytes, *flat)
         if outcome < 0:
-            raise Unavailable(f"{path} took so long that the room reserved for it has lapsed; try again")
+            raise Unavailable(f"saving {path} took so long that its storage reservation has expired; try again")
         return bool(outcome)
 
     def put_loss(self, loss_id: str, loss: Loss, most_bytes: int) -> bool:

@@ -53,8 +53,8 @@ def check_primary(connection: Any) -> None:
     facts = check_connection(connection)
     if ask(connection, "EVAL", scripts.alone("begin_history"), "0", facts["master_replid"]):
         log.warning(
-            "the state server has a new primary at %s:%s: workers restore their models, and what the former primary "
-            "had not sent to it is lost",
+            "the state server has a new primary at %s:%s: workers restore their models; writes that the former primary "
+            "had not replicated to it are lost",
             connection.host,
             connection.port,
         )

@@ -283,8 +283,8 @@ MUTANTS = (
     Mutant(
         "results: one that the store lacks is not gone",
         "app/stores/redis/futures.py",
-        'raise Unavailable("the object store does not have',
-        'raise Gone("the object store does not have',
+        'raise Unavailable(\n                f"the object store does not have',
+        'raise Gone(\n                f"the object store does not have',
         f"{_RESULTS}::test_a_result_that_the_store_lacks_may_be_back_later_and_is_no_410",
     ),
     Mutant(

@@ -147,7 +147,8 @@ MUTANTS = (
         "app/stores/redis/futures.py",
         "            absence = self._absence(request_id, owners)  # also for a foreign id: it costs the same reads\n"
         '            raise NotFound(f"future {request_id!r} does not exist") if state else absence',
-        '            raise NotFound(f"future {request_id!r} does not exist") if state else self._absence(request_id, owners)',
+        '            raise NotFound(f"future {request_id!r} does not exist") if state '
+        "else self._absence(request_id, owners)",
         "tests/security/test_tenants.py::test_what_is_somebody_elses_takes_the_time_of_what_never_was",
     ),
     Mutant(

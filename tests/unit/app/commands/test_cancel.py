@@ -137,7 +137,10 @@ def test_without_a_terminal_nobody_can_be_asked(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     code, _, err = tinsmith("mine")
-    assert (code, err) == (2, "tinsmith: nobody is there to be asked: add --yes to end them without a question\n")
+    assert (code, err) == (
+        2,
+        "tinsmith: cannot ask for confirmation, because the input is not a terminal: add --yes to go on without it\n",
+    )
     assert oplog.future(calls(MINE)[0], {"mine"}).state == "pending"
 
 

@@ -107,7 +107,9 @@ def test_a_folder_that_is_refused_is_one_line_and_exit_code_2(
             old.unlink()
         code, out, said = tinsmith("import", write_files(folder, files), "--base-model", BASE)
         assert (code, out, words in said, said.count("\n")) == (2, "", True, 0), said
-    assert tinsmith("import", folder / "nowhere", "--base-model", BASE)[2].endswith("no such folder")
+    assert tinsmith("import", folder / "nowhere", "--base-model", BASE)[2].endswith(
+        "there is no such folder; correct the path"
+    )
     assert "org/else" in tinsmith("import", folder, "--base-model", "org/else")[2]
     assert list(RedisRecords(client).list(Checkpoint.namespace)) == []
 

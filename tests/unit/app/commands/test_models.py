@@ -65,7 +65,7 @@ def test_a_hub_that_is_away_or_switched_off_is_said(
 
 def test_what_cannot_be_a_model_here_is_refused(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     model_folder(tmp_path / "mine")
-    assert "mine is a folder here, and not downloaded; `tinsmith init --model mine` serves it" in refused(
+    assert "mine is a local folder, so there is nothing to download; `tinsmith init --model mine` writes" in refused(
         "mine", capsys
     )
     assert "there is no folder './no'" in refused("./no", capsys)

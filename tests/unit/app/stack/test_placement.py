@@ -144,7 +144,7 @@ def test_too_few_gpus_are_a_setup_error_that_says_who_has_them_and_how_to_share_
 
 def test_ranks_of_a_hostfile_say_which_gpus_they_use_before_others_get_any() -> None:
     spread = TrainerSettings(hostfile="hosts", ranks=16)
-    with pytest.raises(SetupError, match=r"name them in trainer\.devices"):
+    with pytest.raises(SetupError, match=r"name their GPUs in trainer\.devices"):
         place(settings(trainer=spread), lambda: range(8))
     named = settings(trainer=spread, sampler=SamplerSettings(devices=(0,)))
     assert place(named, lambda: range(8)) == named

@@ -125,7 +125,7 @@ def test_of_hundreds_of_runs_a_few_lines_are_printed(records, client, news):
     assert len(news()) == 11
     for number in range(300):
         step(records, client, ids.model_id(SESSION, number), 1)
-    assert news()[-1] == "and news of 290 other runs: see `tinsmith status`"
+    assert news()[-1] == "and 290 other runs with news: see `tinsmith status`"
 
 
 def test_what_did_not_fit_comes_with_the_next_look(records, client, news):

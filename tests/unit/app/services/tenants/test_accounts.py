@@ -62,7 +62,10 @@ def test_an_unknown_key_and_a_wrong_secret_get_the_same_answer(accounts, caller_
     key, text = make_key(accounts, user, project)
     wrong = [f"tml-{key.id}.", f"tml-{key.id}.x", f"tml-{key.id}", text[:-1], text + "x", "tml-0.x", "tml-", "tml-ü.ü"]
     for credential in wrong:
-        with pytest.raises(Unauthorized, match=r"^this API key is not known here$"):
+        with pytest.raises(
+            Unauthorized,
+            match=r"^this API key is not known here; check the key, and that the base URL is that of its server$",
+        ):
             caller_of(credential)
 
 

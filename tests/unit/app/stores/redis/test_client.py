@@ -66,7 +66,16 @@ def test_a_channel_logs_an_outage_once_and_ends_when_it_is_closed(tmp_path, capl
         channel.start()
         assert channel.listening.wait(60)
     assert all(tries.acquire(timeout=60) for _ in range(5))
-    assert len([message for message in caplog.messages if message.startswith("lost the channel mine")]) == 1
+    assert (
+        len(
+            [
+                message
+                for message in caplog.messages
+                if message.startswith("lost the pub/sub connection of channel mine")
+            ]
+        )
+        == 1
+    )
     [thread] = [thread for thread in threading.enumerate() if thread.name == "listening on mine"]
     channel.close()
     thread.join(60)

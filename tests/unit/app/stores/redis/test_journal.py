@@ -304,7 +304,7 @@ def test_a_seq_whose_future_has_expired_is_not_run_again(oplog, client):
     admit(oplog, 0)
     commit_through(oplog, own(oplog), 0)
     client.delete(keys.future(f"{MODEL}:0"))
-    with pytest.raises(BadRequest, match="already behind"):
+    with pytest.raises(BadRequest, match="was used before and cannot"):
         admit(oplog, 0)
 
 

@@ -150,7 +150,7 @@ def test_a_call_whose_first_pieces_have_lapsed_is_not_admitted(
     write = Staging.write
     monkeypatch.setattr(Staging, "write", lambda self, key, content: write(self, key, content[PIECE_BYTES:]))
     for call in (admit, admit_sample):
-        with pytest.raises(Unavailable, match="took so long that its content has lapsed"):
+        with pytest.raises(Unavailable, match="took so long that its stored content has expired"):
             call(oplog)
     assert oplog.entry(MODEL, 0) is None
     assert client.keys("*staged*") == [] == client.keys(keys.payload("*"))

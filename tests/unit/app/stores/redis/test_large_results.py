@@ -246,7 +246,7 @@ def test_a_result_that_the_store_lacks_may_be_back_later_and_is_no_410(
     [request] = committed(oplog)
     spilling.sweep()
     not_shared = RedisOpLog(client, SETTINGS, AwayStore(tmp_path / "another", "", ""))
-    with pytest.raises(Unavailable, match="mounted and shared"):
+    with pytest.raises(Unavailable, match="check that its folder is mounted here"):
         not_shared.future(request, {"me"})
     assert oplog.future(request, {"me"}).result == LARGE
     client.delete(keys.future(request))

@@ -66,11 +66,11 @@ def test_a_checkpoint_is_refused_when_its_reservation_is_gone_or_too_small(
     client: redis.Redis, stored: RedisRecords, quotas: RedisQuotas
 ) -> None:
     quotas.reserve(path("a"), charge(50), HOUR)
-    with pytest.raises(Unavailable, match="lapsed; try again"):
+    with pytest.raises(Unavailable, match="expired; try again"):
         stored.put_reserved(path("a"), checkpoint(51))
     quotas.reserve(path("a"), charge(50), HOUR)
     lapse(client)
-    with pytest.raises(Unavailable, match="lapsed; try again"):
+    with pytest.raises(Unavailable, match="expired; try again"):
         stored.put_reserved(path("a"), checkpoint(50))
     assert stored.get(Checkpoint.namespace, path("a")) is None
 

@@ -20,7 +20,7 @@ def test_foreign_and_unknown_futures_look_alike_and_an_expired_one_is_gone(oplog
     lease = own(oplog)
     oplog.commit(lease, 0, OK)
     for request_id, owner in ((f"{MODEL}:0", "you"), ("nobody:train:0:0", "me"), (f"{MODEL}:7", "me"), ("x", "me")):
-        with pytest.raises(NotFound, match="future .* does not exist"):
+        with pytest.raises(NotFound, match=r"future .* does not exist"):
             oplog.future(request_id, {owner})
     client.delete(keys.future(f"{MODEL}:0"))
     with pytest.raises(Gone):

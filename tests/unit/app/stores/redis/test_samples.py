@@ -71,7 +71,7 @@ def test_a_full_queue_puts_further_requests_off_and_says_which_bound_it_was(samp
     few = QueueBounds(requests=2, tokens=100)
     admit(samples, 0, 10, few)
     admit(samples, 1, 10, few)
-    with pytest.raises(TooManyRequests, match=r"2 requests .*sampler.queue_requests lets in 2"):
+    with pytest.raises(TooManyRequests, match=r"2 requests .*sampler.queue_requests allows 2"):
         admit(samples, 2, 10, few)
     with pytest.raises(TooManyRequests, match=r"20 tokens .*the 81 of this one .*sampler.queue_tokens \(100\)"):
         admit(samples, 2, 81, QueueBounds(requests=9, tokens=100))
