@@ -94,7 +94,7 @@ class ShmTransfers:
         """Deletes the transfer records of a model that nothing can restore, so that a request for its adapters
         fails."""
         for prefix in self._on_record(model_id):
-            log.error("an adapter is lost before its upload: %s", prefix)
+            log.error("an adapter is lost: it was not uploaded, and nothing can restore its model: %s", prefix)
             self.delete_record(prefix)
 
     def finish(self, model_id: str, within_s: float) -> None:

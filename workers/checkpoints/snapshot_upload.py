@@ -1,10 +1,10 @@
-"""The way of a snapshot: a copy in memory, files on this machine's disk, then the object store.
+"""Stores a snapshot in three steps: a copy in memory, files on this machine's disk, then the object store.
 
 One thread writes to the disk, from which a restart reads it. Another thread uploads it to the object store and sets the
 pointer, which makes it durable. So training waits for neither, and a store that is away does not delay the writes to
 the disk.
 
-Snapshots on this machine's disk, `<root>/<model>/<seq>-<epoch>/`: each is there whole or not at all.
+Snapshots on this machine's disk lie in `<root>/<model>/<seq>-<epoch>/`; each is complete or absent.
 
 They outlive the process, so that a restart needs no object store. A snapshot is valid because it is taken only after a
 commit. Its epoch separates an owner's snapshots from those of its successor; no owner touches a newer one than its own.

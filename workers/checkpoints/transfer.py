@@ -223,7 +223,8 @@ def _download(store: ObjectStore, prefix: str, files: Path) -> None:
     manifest = read_manifest(store, prefix)
     if strange := [name for name in manifest.files if not _FILE.fullmatch(name)]:
         raise ServerOpError(
-            f"{prefix} names the file {strange[0][:80]!r}; only safetensors, JSON and tokenizer files are allowed"
+            f"the manifest of {prefix} names the file {strange[0][:80]!r}; only safetensors, JSON and "
+            "tokenizer files are allowed"
         )
     for name, expected in manifest.files.items():
         fetch_file(store, f"{prefix}/{name}", files / name, expected)

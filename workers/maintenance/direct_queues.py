@@ -1,6 +1,6 @@
 """Removes the direct queues of workers that are gone for good, such as a pod that was replaced by one of another name.
 
-Such a queue holds messages that nobody reads. What they announce is dispatched again from the journal.
+Such a queue holds messages that nobody reads. Their calls are dispatched again from the journal.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _GONE_S = 3600.0
 
 
 class DirectQueues:
-    """Deletes the queue of a node that was not heard for `gone_s`, as far as this leader knows, and forgets the node.
+    """Deletes the queue of a node without a heartbeat for `gone_s`, as far as this leader knows, and forgets the node.
 
-    It is forgotten last: a worker that takes the name later declares the queue itself. For one that came back before,
-    the queue is declared again. A queue without its bindings gets no messages.
+    The node is forgotten last: a worker that takes the name later declares the queue itself. For one that came back
+    earlier the queue is declared again, because a queue without its bindings gets no messages.
     """
 
     def __init__(self, oplog: RedisOpLog, celery: Celery, gone_s: float = _GONE_S) -> None:

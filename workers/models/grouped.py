@@ -163,7 +163,7 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 class _AddProducts(torch.autograd.Function):
-    """`added`. Autograd must see `parameters`, those of the stack."""
+    """The autograd function behind `added`. `parameters` are the stack's, passed so that autograd sees them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None, *parameters: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class _AddProducts(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """`joined`. Autograd must see `parameters`, those of the stack."""
+    """The autograd function behind `joined`. `parameters` are the stack's, passed so that autograd sees them."""
 
     @staticmethod
     def forward(

@@ -100,7 +100,7 @@ class SplitLayers:
             module: Any = model.get_submodule(path)
             shared = {_COLUMNS: "out_features", _ROWS: "in_features", _EXPERTS: "num_experts"}[style]
             if getattr(module, shared) * _copies(model, path, self._size) % self._size:
-                return f"{path} has {shared} = {getattr(module, shared)}, which is no multiple"
+                return f"{path} has {shared} = {getattr(module, shared)}, which cannot be divided by it"
         return None
 
     def _own(self, path: str, pair: LoraPair, rank: int) -> LoraPair:

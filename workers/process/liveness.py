@@ -4,8 +4,8 @@ Others see a record that expires when the worker dies, and its leases. A thread 
 GPU work cannot let them lapse.
 
 The worker itself has a watchdog: it exits when its own heartbeat task is not consumed in time. A Celery worker can be
-alive and deaf: its consumer lost the broker and did not notice, or its task thread hangs. An idle sampler also samples
-a token now and then, as proof that its engine works.
+alive and receive no tasks ("deaf"): its consumer lost the broker and did not notice, or its task thread hangs. An idle
+sampler also samples a token now and then, as proof that its engine works.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def _claim(oplog: RedisOpLog, worker: str, queue: str, lease_s: float, ending_s:
             where = f"process {holder['pid']} on this machine" if is_here else "on another machine or in a container"
             raise SetupError(
                 f"another live worker on this state server has the name {node} ({where}): stop it, or give this one "
-                "another name (--name, or the host's name); two stacks on one machine need a Redis, or a database of "
-                "one, each"
+                "another name (--name, or the host's name). Two stacks on one machine need two Redis servers, or two "
+                "databases of one"
             )
         else:
             time.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""The orderly stop of a worker: hands back what runs before the worker is killed for taking too long.
+"""The orderly stop of a worker: returns its running requests to the journal before its supervisor kills it.
 
 A supervisor sends SIGTERM, and SIGKILL after a grace of 10 s (`tinsmith up`, Docker) or more. A running task may end in
 this time. Otherwise its request goes back to the journal, at no attempt, and another worker runs it.
@@ -27,7 +27,9 @@ _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 
 
 def hand_back_on_signal(hand_back: Callable[[], None]) -> None:
-    """Hands back what runs, and ends the process, if it lives 7 s after a signal to end. Called from the main thread.
+    """Returns running requests to the journal and ends the process, if it lives 7 s after a signal to end.
+
+    Called from the main thread.
 
     Python runs signal handlers between two steps of the main thread, which may be inside one call of a GPU library for
     a minute. The interpreter writes a signal's number to the wakeup socket at once, and a thread of its own reads it.
@@ -45,7 +47,7 @@ def _await_signal(received: socket.socket, wake: socket.socket, hand_back: Calla
         while not _SIGNALS & set(received.recv(64)):
             pass
         time.sleep(_WITHIN_S)
-        log.warning("what runs is handed back, because it takes longer than %.0f s", _WITHIN_S)
+        log.warning("running requests return to the journal, because they take longer than %.0f s", _WITHIN_S)
         with exit_on_hang():
             for _ in range(2):
                 _persist(hand_back)
@@ -60,5 +62,5 @@ def _persist(hand_back: Callable[[], None]) -> None:
         try:
             return hand_back()
         except (redis.RedisError, OSError) as error:
-            log.warning("could not hand back what runs: %s", error)
+            log.warning("could not return running requests to the journal: %s", error)
             time.sleep(_AGAIN_S)

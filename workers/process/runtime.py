@@ -67,7 +67,7 @@ class Runtime:
         try:
             self.on_tick()
         except redis.RedisError as error:
-            log.warning("tick: %s", error)
+            log.warning("a tick failed, because the state server is away: %s", error)
         self.watchdog.answered()
 
     def announce(self) -> None:

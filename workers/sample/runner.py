@@ -118,7 +118,7 @@ class SampleRunner:
                     request_id = next(iter(self._awaiting_last_attempt))
                     self._run(request_id, self._awaiting_last_attempt.pop(request_id))
             except Requeue as reason:
-                log.info("a request cannot start its last attempt yet: %s", reason)
+                log.info("a request waits before its last attempt: %s", reason)
             finally:
                 self._last_attempt.release()
 
@@ -191,7 +191,7 @@ class SampleRunner:
     def _sample(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> _Ran:
         stored = self._records.get(Sampler.namespace, sampling_session_id)
         if stored is None:
-            raise ServerOpError(f"sampling session {sampling_session_id} is gone")
+            raise ServerOpError(f"sampling session {sampling_session_id} no longer exists; create a new one")
         if not entry.payload:
             raise ServerOpError("the request is lost, because its object in the object store is gone; send it again")
         request = ops.decode(entry.payload)

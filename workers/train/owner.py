@@ -82,7 +82,7 @@ class Unrestorable(TinsmithError):
 
 
 class Exhausted(TinsmithError):
-    """The next Op was begun too often by workers that died of it; it must not begin again."""
+    """The next Op must not begin again, because too many workers died while they ran it."""
 
     def __init__(self, lease: Lease, entry: Entry) -> None:
         super().__init__(f"{entry.request_id} was tried {entry.attempts} times")
@@ -173,7 +173,7 @@ class Owner:
         """Begins the Op at `seq`; None when it has not been admitted. See RedisOpLog.next. Raises Requeue in a worker
         that is about to end."""
         if self._ending:
-            raise Requeue(f"seq {seq} of {lease.model_id} is left to another worker, because this one ends")
+            raise Requeue(f"seq {seq} of {lease.model_id} goes to another worker, because this one ends")
         self._keeper.put_offs.begin(ids.request_id(lease.model_id, seq))
         try:
             return self._oplog.next(lease, seq)
@@ -293,7 +293,7 @@ class Owner:
 def _unsafe(lease: Lease, *, in_doubt: bool) -> TinsmithError:
     """The error for a model whose restore ended too many workers."""
     if in_doubt:
-        return Unavailable(f"a worker that was restoring {lease.model_id} may only be cut off")
+        return Unavailable(f"a worker that was restoring {lease.model_id} may still be alive without a connection")
     return Unrestorable(
         lease,
         f"{lease.model_id} cannot be restored: {MAX_ATTEMPTS} workers ended while they restored it, and no call of it "

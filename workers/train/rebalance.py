@@ -100,7 +100,7 @@ class Drain:
             try:
                 self.owner.settle(model_id, left)
             except Exception:
-                log.exception("could not settle a model", extra={"model_id": model_id})
+                log.exception("could not save a model's state before its release", extra={"model_id": model_id})
         self.release()
 
     def release(self) -> None:

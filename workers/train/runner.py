@@ -213,7 +213,9 @@ class TrainingRunner:
             self._retry_backoff.forget(model_id)
             return result
         log.warning(
-            "left to a worker of a newer version: %s", newer, extra={"request_id": request_id, "model_id": model_id}
+            "a call waits for a worker of a newer version: %s",
+            newer,
+            extra={"request_id": request_id, "model_id": model_id},
         )
         self._retry_backoff.retry_later(model_id, int(request_id.rpartition(":")[2]), kind)
         raise Requeue(f"{request_id}: {newer}") from newer

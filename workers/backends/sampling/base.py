@@ -6,8 +6,8 @@ adapter id always means the same weights, so a request can run again anywhere. N
 
 A backend for full fine-tuning takes all weights of a model as an adapter, and holds one model at a time. Loading
 another model waits until no request runs, then replaces the present one. The caller makes models take turns
-(workers/sample/adapters.py). The base is gone by then: None samples the present model, which shows whether the engine
-works.
+(workers/sample/adapters.py). The base's own weights are not loaded then: None samples the present model, which shows
+whether the engine works.
 
 Every implementation passes tests/conformance/test_sampler_*.py, or test_full_model_sampler.py there.
 
@@ -100,8 +100,8 @@ class RequestHandle:
     """Cancellation handle and progress of one request. Safe from any thread.
 
     `on_tokens` is called with new tokens, and `on_end` when a sample is complete; both are optional. `tokens_used`: the
-    engine tokens used so far, those of the prompt included. `project` and `weight`: who shares the engine's batch with
-    others (workers/backends/sampling/shares.py)."""
+    engine tokens used so far, those of the prompt included. `project` and `weight`: the project that the request counts
+    for when projects share the engine's batch (workers/backends/sampling/shares.py)."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""From logits to tokens and to scores, for both samplers: many sequences at once, or a prompt a few rows at a time.
+"""Samples tokens from logits and scores prompts, for both samplers: many sequences at once, or a prompt a few rows at a
+time.
 
 Row i of a prompt's logits is the model's distribution over prompt token i + 1, so a prompt of L tokens has L - 1
 rows.

@@ -7,7 +7,7 @@ A GPU runs all datums in one call, or long ones in a call for each length. Elsew
 neighbours of one length run together. Attention
 that needs a score for each query and key (a window, a cap, sinks) then takes memory that grows with the datum: autograd
 keeps query, key and value, and the backward pass computes the scores again. Beyond `_WHOLE_UP_TO` tokens the queries
-are also cut into blocks, so that no [tokens, tokens] tensor exists at all.
+are also cut into blocks, so that there is never a [tokens, tokens] tensor.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def packed_attention(
         seen = nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
         return seen.transpose(1, 2), None
     if attention_mask is not None:
-        raise TypeError(f"{type(module).__name__} attends with a mask of its own, which knows nothing of packed datums")
+        raise TypeError(f"{type(module).__name__} passes its own attention mask, which does not separate packed datums")
     if position_bias is not None:
         assert list(runs) == [(1, query.shape[2])], "a bias between datums"
         alone = _plain(query, key, value, scaling=scaling, window=sliding_window, bias=position_bias)

@@ -1,9 +1,9 @@
 """Target logprobs from hidden states, and their backward pass, without the full [tokens, vocabulary] logits.
 
-Of a chunk's logits, their exponentials are kept, in the base's dtype, and in the logits' own memory unless a GPU makes
-them in one compiled kernel. The gradient in the logits differs from them by a factor a row and in the targets'
-elements: the backward pass is matrix products alone. Everything is computed by hand, without autograd: the loss that
-gives the upstream gradient is known between the two passes.
+For the backward pass a chunk keeps the exponentials of its logits, in the base's dtype. They lie in the logits' own
+memory, unless a GPU makes them in one compiled kernel. The gradient of the logits is these exponentials times a factor
+for each row, except at the targets: so the backward pass needs only matrix products. Everything is computed by hand,
+without autograd, because the loss that gives the upstream gradient is known only between the two passes.
 
 The module also lists the architectures with packed attention and logits made piece by piece.
 

@@ -1,4 +1,4 @@
-"""The choice of what autograd keeps of a pass: made from the number of its tokens and the memory that is free.
+"""Chooses the activations that autograd keeps of a pass, by the number of its tokens and the free memory.
 
 A layer keeps all of its activations, or its input alone and computes the rest again in the backward pass. Only as many
 layers are computed again as do not fit. If all are and their inputs do not fit, these lie in host memory. The same

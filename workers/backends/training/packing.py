@@ -1,14 +1,14 @@
 """Layers of transformers' models over datums that lie end to end in one row.
 
 Attention takes the datums' lengths as a keyword (workers/backends/training/attention.py), and most other layers work on
-each token alone. The rest would run on from a datum into the next: `prepare` changes the forward of these layers.
+each token alone. The remaining layers would mix a datum with the next one: `prepare` changes their forward.
 
 - A layer with a state (a short convolution with Gated DeltaNet, Kimi delta attention or Mamba2 behind it) runs the
   datums as rows of their own, each from the empty state. Neighbours of one length are one call.
-- A short convolution by itself (Inkling) does the same, beside what it adds to.
+- A short convolution by itself (Inkling) does the same.
 - So does attention that counts positions by itself (Llama 4's temperature, Inkling's relative bias), or chooses the
   tokens to attend to (DeepSeek-V3.2's indexer).
-- Attention within chunks of a datum (Llama 4) takes the chunks for datums.
+- Attention within chunks of a datum (Llama 4) treats each chunk as a datum.
 """
 
 from __future__ import annotations

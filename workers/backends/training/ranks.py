@@ -1,8 +1,8 @@
 """The processes that train one base model together, their messages, and the tensors that each process owns.
 
 Callers use rank 0. It sends every call to the others as bytes over a control group, on which they may wait for ever.
-The sums and broadcasts of a pass go over the default group. There a dead rank is an error; the stall detector notices
-a rank that hangs (Trainer.healthy), and at last the group's own deadline does.
+The sums and broadcasts of a pass go over the default group. There a dead rank is an error. A rank that hangs is noticed
+by the stall detector (Trainer.healthy), or else by the group's own timeout.
 """
 
 from __future__ import annotations
@@ -204,7 +204,9 @@ def _address_of(interface: str) -> str:
         for each in found:
             if each.family == family:
                 return str(each.address)
-    raise SetupError(f"GLOO_SOCKET_IFNAME is {interface!r}, which is no interface with an address here")
+    raise SetupError(
+        f"GLOO_SOCKET_IFNAME is {interface!r}, but this machine has no such interface with an address; correct it"
+    )
 
 
 def _flatten(tensors: Sequence[Tensor]) -> Tensor:

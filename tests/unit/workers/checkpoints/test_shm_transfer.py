@@ -131,7 +131,7 @@ def test_the_journal_reaches_back_before_what_is_not_uploaded_yet(world: World, 
     worker.handle(5, "optim_step")
     await_true(lambda: store.list(f"models/{MODEL}/snapshots/5/5-1/{MANIFEST}"), "the snapshot behind it is stored")
     assert int(world.head()[b"snapshot_seq"]) == 2
-    with pytest.raises(Unavailable, match="handed over"):
+    with pytest.raises(Unavailable, match="is not uploaded yet"):
         world.oplog.set_snapshot(worker.owner.residents()[MODEL].lease, 5, "elsewhere")
     store.open.set()
     world.await_snapshot(5)

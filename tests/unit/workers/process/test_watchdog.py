@@ -165,5 +165,5 @@ def test_a_tick_while_the_state_server_is_away_is_answered_and_one_line(
         runtime.tick()
     assert worker.sent == 3, "the next tick does not wait until this one counts as lost"
     assert [(record.getMessage(), record.exc_info) for record in caplog.records] == [
-        ("tick: no sentinel names a primary of 'service'", None)
+        ("a tick failed, because the state server is away: no sentinel names a primary of 'service'", None)
     ] * 3

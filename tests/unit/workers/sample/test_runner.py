@@ -136,7 +136,7 @@ def test_a_request_that_keeps_killing_samplers_is_given_up(world: World, backend
         world.oplog.claim_sample(request, f"dead/{i}")
         world.client.delete(keys.lease(request))
     successor = runner(world, backend, "s/1")
-    with pytest.raises(Requeue):  # the last of these workers may only be cut off
+    with pytest.raises(Requeue):  # the last of these workers may still be alive
         successor.handle(request, SESSION, "sample")
     world.outlast(request)
     result = successor.handle(request, SESSION, "sample")

@@ -67,7 +67,7 @@ def test_a_call_that_runs_while_its_model_is_deleted_fails_and_frees_the_memory(
         return apply(ops)
 
     monkeypatch.setattr(worker.backend, "apply", deleted_meanwhile)
-    with pytest.raises(Exception, match="not for epoch"):
+    with pytest.raises(Exception, match="cannot be committed under epoch"):
         run(world, worker, MODEL, 6, step(2)[1])
     monkeypatch.undo()
     result = worker.runner.handle(ids.request_id(MODEL, 6), MODEL, "optim_step")

@@ -261,6 +261,6 @@ def test_what_was_put_off_is_forgotten_once_its_model_is_owned_elsewhere(world: 
 def test_a_payload_that_lapsed_on_its_way_in_leaves_nothing_behind(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(world.oplog._staging, "place", lambda payload: (b"", keys.staged("gone"), len(payload)))
     monkeypatch.setattr(world.oplog._staging, "write", lambda key, payload: None)
-    with pytest.raises(Exception, match="lapsed"):
+    with pytest.raises(Exception, match="has expired"):
         world.admit(1, step()[0])
     assert world.oplog.entry(MODEL, 1) is None

@@ -219,8 +219,8 @@ def check_experts(settings: BaseModelSettings, skeleton: nn.Module) -> None:
     """
     if not torch.cuda.is_available() and coverage.has_experts(skeleton):
         raise UnservableModel(
-            f"base model {settings.name!r} has experts, which vLLM's CPU build does not run beside adapters: set "
-            "sampler.backend to transformers"
+            f"base model {settings.name!r} has experts, and vLLM's CPU build does not run them together with adapters: "
+            "set sampler.backend to transformers"
         )
 
 
@@ -253,7 +253,7 @@ def check_head_sizes(settings: BaseModelSettings, skeleton: nn.Module) -> None:
     if missing:
         raise UnservableModel(
             f"base model {settings.name!r} has attention heads of size {', '.join(map(str, missing))}, and vLLM's CPU "
-            f"build has {', '.join(map(str, CPUAttentionBackend.get_supported_head_sizes()))} alone: set "
+            f"build supports only {', '.join(map(str, CPUAttentionBackend.get_supported_head_sizes()))}: set "
             "sampler.backend to transformers"
         )
 
@@ -268,7 +268,7 @@ def check_latent_attention(settings: BaseModelSettings, skeleton: nn.Module) -> 
         return
     if any(hasattr(module, "kv_lora_rank") for module in skeleton.modules()):
         raise UnservableModel(
-            f"base model {settings.name!r} has latent attention, which vLLM's CPU build runs in one size alone: set "
+            f"base model {settings.name!r} has latent attention, which Tinsmith does not run in vLLM's CPU build: set "
             "sampler.backend to transformers"
         )
 

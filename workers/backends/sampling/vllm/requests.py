@@ -68,7 +68,7 @@ def may_read_cache(request: SampleRequest) -> bool:
 
 
 class Sample:
-    """Collects one sample from vLLM: piece by piece when a watch observes it, at once otherwise."""
+    """Collects one sample from vLLM: piece by piece when its RequestHandle observes it, at once otherwise."""
 
     def __init__(self, request: SampleRequest, index: int, on_tokens: OnTokens | None) -> None:
         self._index, self._on_tokens = index, on_tokens

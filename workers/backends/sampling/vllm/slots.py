@@ -1,4 +1,4 @@
-"""Slots of an engine that interrupts no sequence for another: each sequence waits here until it may begin.
+"""Slots of an engine that does not preempt one sequence for another: each sequence waits here until it may begin.
 
 vLLM begins sequences in the order in which it receives them, and preempts only when its cache is full, not when all of
 its `max_num_seqs` are taken. So it receives no more than it decodes at once. The next free slot goes to the project

@@ -1,4 +1,4 @@
-"""Resource budget of one datum of a custom loss, checked before every torch operation: none too large ever starts.
+"""Resource budget of one datum of a custom loss, checked before each torch operation starts.
 
 It counts work instead of time, since a replay must end as the live run did, on however busy a machine. For the same
 reason the limits may grow, but not shrink.

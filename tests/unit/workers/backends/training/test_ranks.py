@@ -71,7 +71,7 @@ def test_a_rank_of_another_host_serves_nothing_and_goes_by_the_hostfile(first_ho
     ("name", "value", "why"),
     [
         ("MASTER_ADDR", "192.0.2.1", "rank 0 cannot listen on 192.0.2.1 .* GLOO_SOCKET_IFNAME"),
-        ("GLOO_SOCKET_IFNAME", "none9", "GLOO_SOCKET_IFNAME is 'none9', which is no interface"),
+        ("GLOO_SOCKET_IFNAME", "none9", "GLOO_SOCKET_IFNAME is 'none9', but this machine has no such interface"),
     ],
 )
 def test_an_address_that_is_not_here_is_a_setup_error(
