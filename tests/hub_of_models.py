@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.http_server import Handler, serving
 
 _COMMIT = "1" * 40
 _DESCRIBED = re.compile(r"/api/models/([\w-]+/[\w-]+)(/revision/\w+)?")
@@ -35,18 +34,12 @@ class Hub:
 @contextlib.contextmanager
 def hub_of_models() -> Iterator[Hub]:
     found = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(found))
-    found.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serving(_handler(found)) as found.url:
         yield found
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
-def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+def _handler(hub: Hub) -> type[Handler]:
+    class HubHandler(Handler):
         def do_HEAD(self) -> None:
             self.do_GET()
 
@@ -57,9 +50,9 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if match is None or folder is None:
                 self._refuse(404, "RepoNotFound")
             elif match.re is _DESCRIBED:
-                self._answer({"id": match[1], "sha": _COMMIT, "siblings": []})
+                self.answer(200, {"id": match[1], "sha": _COMMIT, "siblings": []})
             elif match.re is _LISTED:
-                self._answer([_entry(folder, file) for file in _files(folder)])
+                self.answer(200, [_entry(folder, file) for file in _files(folder)])
             elif match[1] in hub.gated:
                 self._refuse(403, "GatedRepo")
             else:
@@ -81,24 +74,13 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                     data[: len(data) // 2] if repo in hub.cut_off and file.suffix == ".safetensors" else data
                 )
 
-        def _answer(self, body: Any) -> None:
-            data = json.dumps(body).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
         def _refuse(self, status: int, code: str) -> None:
             self.send_response(status)
             self.send_header("X-Error-Code", code)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
-            """Logs nothing."""
-
-    return Handler
+    return HubHandler
 
 
 def _files(folder: Path) -> list[Path]:

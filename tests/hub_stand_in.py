@@ -5,11 +5,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.http_server import Handler, serving
 
 TOKEN = "hf_stand_in"
 
@@ -26,39 +26,33 @@ class Hub:
 @contextlib.contextmanager
 def hub() -> Iterator[Hub]:
     found = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(found))
-    found.url = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    with serving(_handler(found)) as found.url:
         yield found
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
-def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+def _handler(hub: Hub) -> type[Handler]:
+    class HubHandler(Handler):
         def do_HEAD(self) -> None:
-            self._answer(404, {"error": "Entry not found"})
+            self.answer(404, {"error": "Entry not found"})
 
         def do_GET(self) -> None:
             if self.path != "/api/whoami-v2":
-                self._answer(404, {"error": "Entry not found"})
+                self.answer(404, {"error": "Entry not found"})
             elif self.headers["Authorization"] != f"Bearer {TOKEN}":
-                self._answer(401, {"error": "Invalid credentials"})
+                self.answer(401, {"error": "Invalid credentials"})
             else:
-                self._answer(200, {"type": "user", "name": "tester", "orgs": []})
+                self.answer(200, {"type": "user", "name": "tester", "orgs": []})
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             path = self.path.partition("?")[0].removeprefix("/api/")
             if path == "validate-yaml":
-                self._answer(200, {"errors": [], "warnings": []})
+                self.answer(200, {"errors": [], "warnings": []})
             elif path == "repos/create":
                 self._create(json.loads(body))
             elif "/preupload/" in path:
                 files = [{"path": one["path"]} for one in json.loads(body)["files"]]
-                self._answer(200, {"files": [{**one, "uploadMode": "regular", "shouldIgnore": False} for one in files]})
+                self.answer(200, {"files": [{**one, "uploadMode": "regular", "shouldIgnore": False} for one in files]})
             else:
                 self._commit(path, [json.loads(line) for line in body.splitlines()])
 
@@ -67,26 +61,14 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             hub.repos.setdefault(repo, {})
             if asked.get("private") or asked.get("visibility") == "private":
                 hub.private.add(repo)
-            self._answer(200, {"url": f"{hub.url}/{repo}", "name": repo})
+            self.answer(200, {"url": f"{hub.url}/{repo}", "name": repo})
 
         def _commit(self, path: str, lines: list[dict[str, Any]]) -> None:
             repo = path.removeprefix("models/").partition("/commit/")[0]
             files = [line["value"] for line in lines if line["key"] == "file"]
             hub.repos[repo].update({one["path"]: base64.b64decode(one["content"]) for one in files})
-            self._answer(
+            self.answer(
                 200, {"success": True, "commitOid": "0" * 40, "commitUrl": f"{hub.url}/{repo}/commit/{'0' * 40}"}
             )
 
-        def _answer(self, status: int, body: dict[str, Any]) -> None:
-            data = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None:
-            """Logs nothing."""
-
-    return Handler
+    return HubHandler

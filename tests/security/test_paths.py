@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 
 from app.errors import BadRequest
 from app.stores.objects.folder import FolderStore
+from tests.http_server import Handler, serving
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.api.test_sampling import body as sample
 from tests.unit.app.conftest import BASE, Api, batch
@@ -120,17 +119,15 @@ def elsewhere() -> Iterator[tuple[str, list[str]]]:
     """(URL, paths) of a server that records every request."""
     paths: list[str] = []
 
-    class Noting(http.server.BaseHTTPRequestHandler):
+    class Noting(Handler):
         def do_GET(self) -> None:
             paths.append(self.path)
             self.send_error(404)
 
-        do_HEAD = do_PUT = do_POST = do_GET  # noqa: N815
+        do_HEAD = do_PUT = do_POST = do_GET
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Noting) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/x", paths
-        server.shutdown()
+    with serving(Noting) as url:
+        yield f"{url}/x", paths
 
 
 def test_nothing_in_a_request_makes_the_server_fetch_anything(api: Api, elsewhere: tuple[str, list[str]]) -> None:

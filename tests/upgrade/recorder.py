@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 from urllib.parse import urlsplit
 
+from tests.http_server import Handler, serving
 from tests.upgrade.calls import Call, Result
 
 _POLL = "/api/v1/retrieve_future"
@@ -49,21 +49,14 @@ def recording(api: str) -> Iterator[Recorder]:
     """Runs a recorder on its own port, before the API at `api`."""
     recorder = Recorder()
 
-    class Handler(_Handler):
+    class Recording(_Proxy):
         target, keeper = urlsplit(api).netloc, recorder
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        recorder.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield recorder
-        finally:
-            server.shutdown()
+    with serving(Recording) as recorder.url:
+        yield recorder
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Proxy(Handler):
     protocol_version = "HTTP/1.1"
     target: ClassVar[str]
     keeper: ClassVar[Recorder]
@@ -76,9 +69,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         self._pass_on()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing: the API logs."""
 
     def _pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -1,20 +1,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import subprocess
 import sys
-import threading
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from ops import hashes, requirements
+from tests.http_server import Handler, serving
 from tests.unit.ops.compose import ROOT
 
 HASHED = re.compile(r"^(\S+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)$", re.MULTILINE)
@@ -56,7 +54,7 @@ def test_all_that_is_required_is_pinned():
 def index() -> Iterator[str]:
     """The URL of a package index with two packages."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Index(Handler):
         def do_GET(self) -> None:
             names = {
                 "/tool/": [
@@ -70,16 +68,10 @@ def index() -> Iterator[str]:
             }[self.path]
             files = [{"filename": one, "hashes": {"sha256": digest(one)}} for one in names]
             assert "json" in self.headers["Accept"]
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps({"files": files}).encode())
+            self.answer(200, {"files": files})
 
-        def log_message(self, *_: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serving(Index) as url:
+        yield url
 
 
 def digest(name: str) -> str:

@@ -3,13 +3,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+
+from tests.http_server import Handler, serving
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(Handler):
     """Refuses every file of a model in the same way as the hub."""
 
     def do_HEAD(self) -> None:
@@ -18,9 +17,6 @@ class Hub(BaseHTTPRequestHandler):
         self.send_header("X-Error-Code", error)
         self.send_header("Content-Length", "0")
         self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
 
 ASK = """
@@ -36,13 +32,10 @@ for path in ("org/gated", "org/unknown"):
 
 
 def test_a_model_that_the_hub_does_not_give_is_named_with_the_cause_and_the_local_form(tmp_path: Path) -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        endpoint = f"http://127.0.0.1:{server.server_port}"
+    with serving(Hub) as endpoint:
         # huggingface_hub reads the hub's address when it is imported.
         own = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
         done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, env={**os.environ, **own})
-        server.shutdown()
     gated, unknown = done.stdout.splitlines()
     assert "from 'org/gated' on the Hugging Face hub: it is gated: ask for access there, and set HF_TOKEN" in gated
     assert "from 'org/unknown' on the Hugging Face hub: there is no such model, or it is private" in unknown
