@@ -158,18 +158,24 @@ def _add_audit(kinds: Commands) -> None:
 
 
 def _kind(kinds: Commands, name: str, about: str) -> Commands:
-    kind = kinds.add_parser(name, help=about, description=about.capitalize() + ".", allow_abbrev=False)
+    kind = kinds.add_parser(name, help=about, description=_sentence(about), allow_abbrev=False)
     kind.set_defaults(parser=kind)
     actions: Commands = kind.add_subparsers(metavar="ACTION", required=True)
     return actions
 
 
 def _action(actions: Commands, name: str, function: str, about: str) -> argparse.ArgumentParser:
-    said = about.capitalize() + "."
-    action: argparse.ArgumentParser = actions.add_parser(name, help=about, description=said, allow_abbrev=False)
+    action: argparse.ArgumentParser = actions.add_parser(
+        name, help=about, description=_sentence(about), allow_abbrev=False
+    )
     add_stack_options(action)
     action.set_defaults(run=_run, function=function, parser=action)
     return action
+
+
+def _sentence(text: str) -> str:
+    """The text as a sentence. `capitalize` would write `Api keys`."""
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _run(arguments: argparse.Namespace) -> int:
