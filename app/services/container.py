@@ -89,67 +89,70 @@ def build(settings: Settings) -> Services:
     client, broker = connect_state(settings.redis.url), connect(settings.broker_url)
     check_at_start(client)
     objects = create(settings, may_be_away=True)
-    oplog, store = RedisOpLog(client, settings.engine, objects), RedisRecords(client, settings.engine)
-    bases = BaseModels(settings, store)
-    dispatcher = Dispatcher(celery_app(settings))
-    limits = LimitsOf(store, settings.limits.project)
-    quotas = QuotaService(limits, RedisQuotas(client, settings.engine))
-    admission = AdmissionService(oplog, store, dispatcher, limits, settings)
-    lifecycle = RedisLifecycle(client, settings.engine)
-    custom_losses = CustomLossService(store, quotas)
-    futures, waiter, poll_limiter = FutureFinder(oplog, store), Waiter(client, broker), LongPollLimiter(settings.api)
-    teardown = Teardown(lifecycle, store, objects, dispatcher.wake)
-    sampling = SamplingService(store, bases, admission, quotas, settings.limits)
-    cancels = CancelService(futures, oplog)
-    samplers = Samplers(store, lifecycle, bases, sampling)
+    oplog, records = RedisOpLog(client, settings.engine, objects), RedisRecords(client, settings.engine)
+    lifecycle, calls = RedisLifecycle(client, settings.engine), RedisCalls(client)
     ledger = UsageLedger(RedisPages(client, settings.engine), PageFiles(objects))
-    backlog, calls = RedisBacklog(client, settings.engine), RedisCalls(client)
-    snapshots = QueueSnapshots(bases, oplog, backlog, lambda project: limits.project(project).weight)
-    queue_states = QueueStates(snapshots, store)
+    signer = UrlSigner(settings.url_secret, settings.public_url)
+
     tokens = _tokens(settings)
-    accounts = AccountService(AccountFiles(objects), store)
-    authenticator = Authenticator(settings.api_keys, store, tokens, AccountRecovery(accounts, store))
-    suspended = LongPollLimiter(settings.api, SUSPENDED_A_THREAD)
+    accounts = AccountService(AccountFiles(objects), records)
+    authenticator = Authenticator(settings.api_keys, records, tokens, AccountRecovery(accounts, records))
+    sources = Sources(records, authenticator)
+    limits = LimitsOf(records, settings.limits.project)
+    quotas = QuotaService(limits, RedisQuotas(client, settings.engine))
+
+    bases = BaseModels(settings, records)
+    dispatcher = Dispatcher(celery_app(settings))
+    admission = AdmissionService(oplog, records, dispatcher, limits, settings)
+    teardown = Teardown(lifecycle, records, objects, dispatcher.wake)
+    custom_losses = CustomLossService(records, quotas)
+    routes = RouteService(records, oplog, RouteFiles(objects, records.now))
+    sampling = SamplingService(records, bases, admission, quotas, settings.limits)
+    samplers = Samplers(records, lifecycle, bases, sampling)
+    importer = Importer(records, oplog, lifecycle, objects, quotas)
+
+    futures, waiter = FutureFinder(oplog, records), Waiter(client, broker)
+    poll_limiter, suspended = LongPollLimiter(settings.api), LongPollLimiter(settings.api, SUSPENDED_A_THREAD)
     polls = LongPolls(waiter, poll_limiter, suspended, authenticator.check)
-    sources = Sources(store, authenticator)
+    cancels = CancelService(futures, oplog)
     result_stream = ResultStream(
         futures, waiter, TokenStreams(broker), authenticator.check, samplers.keep_alive, cancels.cancel
     )
-    importer = Importer(store, oplog, lifecycle, objects, quotas)
-    routes = RouteService(store, oplog, RouteFiles(objects, store.now))
-    signer = UrlSigner(settings.url_secret, settings.public_url)
+    backlog = RedisBacklog(client, settings.engine)
+    snapshots = QueueSnapshots(bases, oplog, backlog, lambda project: limits.project(project).weight)
+    queue_states = QueueStates(snapshots, records)
     return Services(
-        settings,
-        authenticator,
-        OwnKey(store, accounts, tokens),
-        oplog,
-        store,
-        objects,
-        bases,
-        admission,
-        quotas,
-        SessionService(store, lifecycle, objects, teardown, quotas),
-        SessionSearch(store),
-        TraceService(store, calls, signer),
-        ModelService(store, bases, admission, teardown, sources),
-        custom_losses,
-        TrainingService(store, bases, admission, custom_losses, settings.limits, sources, routes),
-        sampling,
-        RunService(store),
-        CheckpointService(store, objects, quotas),
-        CheckpointSearch(store),
-        ArchiveService(store, objects, signer),
-        CopyService(store, oplog, lifecycle, objects, quotas, sources),
-        UploadService(store, objects, bases, quotas, importer, settings.limits),
-        PollService(futures, polls, lifecycle.poll),
-        BatchPollService(RedisCompletions(client, settings.engine), store, polls, lifecycle.poll),
-        queue_states,
-        QueueService(snapshots, queue_states, backlog, calls, store),
-        cancels,
-        OpenAiService(bases, samplers, admission, poll_limiter, result_stream, settings.limits),
-        HubService(settings, bases),
-        AuditService(ledger, store),
-        UsageService(ledger, store),
+        settings=settings,
+        authenticator=authenticator,
+        own_key=OwnKey(records, accounts, tokens),
+        oplog=oplog,
+        records=records,
+        objects=objects,
+        bases=bases,
+        admission=admission,
+        quotas=quotas,
+        sessions=SessionService(records, lifecycle, objects, teardown, quotas),
+        session_search=SessionSearch(records),
+        traces=TraceService(records, calls, signer),
+        models=ModelService(records, bases, admission, teardown, sources),
+        custom_losses=custom_losses,
+        training=TrainingService(records, bases, admission, custom_losses, settings.limits, sources, routes),
+        sampling=sampling,
+        runs=RunService(records),
+        checkpoints=CheckpointService(records, objects, quotas),
+        checkpoint_search=CheckpointSearch(records),
+        archives=ArchiveService(records, objects, signer),
+        copies=CopyService(records, oplog, lifecycle, objects, quotas, sources),
+        uploads=UploadService(records, objects, bases, quotas, importer, settings.limits),
+        polls=PollService(futures, polls, lifecycle.poll),
+        batch_polls=BatchPollService(RedisCompletions(client, settings.engine), records, polls, lifecycle.poll),
+        queue_states=queue_states,
+        queue=QueueService(snapshots, queue_states, backlog, calls, records),
+        cancels=cancels,
+        openai=OpenAiService(bases, samplers, admission, poll_limiter, result_stream, settings.limits),
+        hub=HubService(settings, bases),
+        audit=AuditService(ledger, records),
+        usage=UsageService(ledger, records),
     )
 
 
