@@ -257,7 +257,7 @@ class FirstWrong(fields.List[Any]):
 class ErrorSchema(Schema):
     """The body of every error."""
 
-    detail = fields.String(required=True, metadata={"description": "what is wrong, with which value"})
+    detail = fields.String(required=True, metadata={"description": "the mistake, with the wrong value"})
     error = fields.String(required=True, metadata={"description": "the kind of error"})
 
 

@@ -181,7 +181,7 @@ class ExternalUrls(SdkSchema):
 @runs_blueprint.route(f"{_CHECKPOINT}/external_weights_urls", methods=["GET"])
 @runs_blueprint.response(200, ExternalUrls)
 def get_external_weights_urls(run: str, kind: str, name: str) -> dict[str, Any]:
-    """Signed download URLs of an external checkpoint's files."""
+    """Return signed download URLs of an external checkpoint's files."""
     return services().checkpoints.urls(_path(run, kind, name), current_caller())
 
 
@@ -298,7 +298,7 @@ def get_checkpoint_archive(run: str, kind: str, name: str) -> Response:
 @archives_blueprint.route("/archives/<path:prefix>", methods=["GET"])
 @archives_blueprint.arguments(SignedUrl(), location="query")
 @archives_blueprint.doc(security=[])
-@archives_blueprint.response(200, description="The tar", content_type="application/x-tar")
+@archives_blueprint.response(200, description="The archive, a tar file", content_type="application/x-tar")
 def get_archive(asked: dict[str, Any], prefix: str) -> Response:
     """Download an archive behind a signed URL."""
     return _tar(services().archives.open(prefix, asked["expires"], asked["signature"]))
@@ -307,7 +307,7 @@ def get_archive(asked: dict[str, Any], prefix: str) -> Response:
 @archives_blueprint.route("/public_archives/<run>/<kind>/<name>", methods=["GET"])
 @archives_blueprint.arguments(SignedUrl(), location="query")
 @archives_blueprint.doc(security=[])
-@archives_blueprint.response(200, description="The tar", content_type="application/x-tar")
+@archives_blueprint.response(200, description="The archive, a tar file", content_type="application/x-tar")
 def get_public_archive(asked: dict[str, Any], run: str, kind: str, name: str) -> Response:
     """Download a published checkpoint's archive behind a signed URL, as long as it is published."""
     path = TinkerPath.parse(f"tinker://{run}/{kind}/{name}")

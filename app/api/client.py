@@ -133,7 +133,7 @@ class Health(SdkSchema):
 @client_blueprint.doc(security=[])
 @client_blueprint.response(200, Health)
 def healthz() -> dict[str, str]:
-    """Answer if the process runs; /readyz says whether it can work."""
+    """Answer 200 while the process runs; /readyz shows whether it can work."""
     return {"status": "ok"}
 
 

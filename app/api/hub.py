@@ -16,7 +16,7 @@ blueprint = make(
     prefix="",
     parameters={
         "repo_id": "the name of a base model",
-        "revision": "main, or the hash that the description of the model has as sha",
+        "revision": "main, or the sha in the description of the model",
         "name": "the name of a file of the tokenizer",
         "folder": "a folder of the tokenizer's files",
     },
@@ -44,7 +44,7 @@ class HubSibling(Schema):
 class HubModel(Schema):
     id = fields.String()
     model_id = fields.String(data_key="modelId")
-    sha = fields.String(metadata={"description": "40 hex digits that change with any file"})
+    sha = fields.String(metadata={"description": "a hash of all files: 40 hex digits"})
     private = fields.Boolean()
     tags = fields.List(fields.String())
     siblings = fields.List(fields.Nested(HubSibling))

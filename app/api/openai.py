@@ -24,7 +24,7 @@ blueprint = make(
     "openai",
     "OpenAI",
     prefix=errors.OPENAI,
-    parameters={"model": "an id that the list of models has"},
+    parameters={"model": "an id from the list of models"},
 )
 _STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -215,7 +215,7 @@ def models() -> dict[str, Any]:
 @blueprint.route("/models/<path:model>", methods=["GET"])
 @blueprint.response(200, description="A model object")
 def retrieve_model(model: str) -> dict[str, Any]:
-    """Return one of these models, by its id."""
+    """Return one model by its id."""
     return services().openai.model(current_caller(), model)
 
 

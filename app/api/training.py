@@ -140,7 +140,7 @@ class OptimStep(SdkSchema):
     seq_id = counter(1)
     adam_params = fields.Nested(Adam, load_default=lambda: Adam().load({}))
     optimizer_params = fields.Dict(
-        keys=fields.String(), metadata={"description": "other optimizers than AdamW, none of which is supported"}
+        keys=fields.String(), metadata={"description": "an optimizer other than AdamW; none is supported"}
     )
 
 
@@ -265,7 +265,9 @@ class CreateCustomLoss(SdkSchema):
     session_id = identifier()
     custom_loss_seq_id = counter(0, 10**9 - 1)
     name = fields.String(required=True, validate=validate.Length(1, 128))
-    inputs = fields.List(fields.Raw(), required=True, metadata={"description": "name and rank of each, logprobs first"})
+    inputs = fields.List(
+        fields.Raw(), required=True, metadata={"description": "name and rank of each input, logprobs first"}
+    )
     graph = fields.Dict(required=True, metadata={"description": "format 1: the nodes of a torch.fx graph, in order"})
 
 

@@ -21,7 +21,7 @@ blueprint = make(
     "uploads",
     "Downloads and uploads",
     parameters={
-        "most_bytes": "the most bytes that the file may have, from a signed URL",
+        "most_bytes": "the greatest size of the file in bytes, from a signed URL",
         "key": "the key of an object, from a signed URL",
     },
 )

@@ -43,8 +43,8 @@ def init(file: Path, source: str | None, *, force: bool, as_json: bool) -> int:
         raise SetupError(f"cannot write {file}: {error.strerror}; name another file") from None
     start = f"tinsmith up --config {shlex.quote(str(file))}"
     if as_json:
-        told = {"file": str(file), "hardware": asdict(found), "base_model": values or None, "reasons": reasons}
-        show(*json.dumps({**told, "start": start}, indent=2).splitlines())
+        report = {"file": str(file), "hardware": asdict(found), "base_model": values or None, "reasons": reasons}
+        show(*json.dumps({**report, "start": start}, indent=2).splitlines())
     else:
         lines = [*found.lines(), *reasons, f"wrote {file}; start the stack with `{start}`"]
         show(*(part for line in lines for part in wrapped(line, 2)))

@@ -223,5 +223,5 @@ def _report(hub_id: str) -> dict[str, Any]:
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode:
         raise SetupError((child.stderr.strip().splitlines() or [f"its check ended with code {child.returncode}"])[-1])
-    told: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
-    return told
+    report: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    return report

@@ -120,8 +120,8 @@ def _count(number: int, thing: str) -> str:
 def _gpu_memory() -> dict[int, int]:
     """Bytes of memory by GPU; none without nvidia-smi."""
     try:
-        told = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=30).stdout
-        rows = [line.split(",") for line in told.splitlines()]
+        output = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=30).stdout
+        rows = [line.split(",") for line in output.splitlines()]
         return {int(number): int(mebibytes) * 2**20 for number, mebibytes in rows}
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}

@@ -100,7 +100,7 @@ class RunNews:
 
 
 def _over(fields: Mapping[str, str]) -> str:
-    """Why a run is over though its session goes on; empty for one that is not."""
+    """The reason why a run is over though its session goes on; empty for one that is not."""
     if "ended" in fields:
         return "it was deleted"
     if fields.get("state") == '"failed"':

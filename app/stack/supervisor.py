@@ -59,7 +59,7 @@ class _Watched:
         self.due = None
 
     def death(self, code: int) -> str:
-        """How it ended, with the cause as far as it can be known."""
+        """Its end in words, with the cause as far as that can be known."""
         if code >= 0:
             return f"ended with code {code}"
         number = -code

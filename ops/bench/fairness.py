@@ -73,7 +73,7 @@ def run(folder: Path) -> Outcome:
 
 
 Work = Sequence[tuple[int, Callable[[], Any]]]
-"""How many of each are to be under way, and what starts one."""
+"""The number of each to keep under way, and the call that starts one."""
 
 
 def _trainers(tenant: Tenant, base: str, vocab_size: int) -> Work:

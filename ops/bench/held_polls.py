@@ -40,7 +40,7 @@ PROJECT = project_of(hash_key(servers.API_KEY))
 
 @dataclass
 class Seen:
-    """What the clients saw: the times at which results arrived, and the number of answers without one."""
+    """The clients' view: the times at which results arrived, and the number of answers without one."""
 
     arrived: dict[str, float] = field(default_factory=dict)
     again: int = 0

@@ -32,7 +32,7 @@ from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, KEY, Api, add_worker
 
 REQUESTS = int(os.environ.get("TINSMITH_FUZZ_REQUESTS", "600"))
-"""How many all parts send together; `make fuzz` sends 20,000."""
+"""The number that all parts send together; `make fuzz` sends 20,000."""
 _RENEW_EVERY = 100
 _OPENAI = "/oai/"
 

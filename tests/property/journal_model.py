@@ -18,7 +18,7 @@ class JournalledOp:
     struck: int = 0
     runner: str = ""
     former: dict[str, bool] = field(default_factory=dict)
-    """Who began it before and did not leave it: whether he was missed when it was begun last."""
+    """The workers that began it before and did not leave it: whether each was missed when it was begun last."""
 
     @property
     def attempts(self) -> int:

@@ -20,7 +20,7 @@ class Reference:
     backend: VectorBackend = field(default_factory=VectorBackend)
     saved: dict[str, State] = field(default_factory=dict)
     window: list[str] = field(default_factory=list)
-    """What came since the last step, load or drop: "added", "refused" or "failed"."""
+    """The calls since the last step, load or drop: "added", "refused" or "failed"."""
 
     @property
     def state(self) -> State:

@@ -60,7 +60,7 @@ SHORTER: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended: the error, or an empty text; tokens of prompts and samples that were billed meanwhile."""
+    """The end of a program: the error, or an empty text; tokens of prompts and samples that were billed meanwhile."""
 
     error: str
     sampled: int

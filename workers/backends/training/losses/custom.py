@@ -168,9 +168,9 @@ def _checked(value: Any, budget: int) -> Any:
     """Keeps integers within the range of a tensor's size; Python's grow without bound. Raises OverflowError, and
     TypeError for a complex number, such as a root of a negative one: their operations cost up to 400 ns an element."""
     if isinstance(value, complex) and budget > 1:
-        raise TypeError("a complex number; take roots of numbers that are not negative")
+        raise TypeError("the result is a complex number; take roots only of numbers that are not negative")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise OverflowError("an integer beyond 64 bits")
+        raise OverflowError("the result is an integer beyond 64 bits")
     return value
 
 

@@ -78,7 +78,7 @@ def admit_sample(oplog: RedisOpLog, seq: int = 0) -> str:
 
 
 def calls(client: redis.Redis, *commands: str) -> int:
-    """How often one of these commands ran since the last look, also in scripts."""
+    """The number of runs of these commands since the last look, also in scripts."""
     found = client.info("commandstats")
     client.config_resetstat()
     return sum(found.get(f"cmdstat_{command}", {"calls": 0})["calls"] for command in commands)
