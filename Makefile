@@ -106,7 +106,7 @@ fuzz: $(TEST_SETUP)  ## Send 20,000 hostile requests (REQUESTS=20000); none may 
 upgrade: $(TEST_SETUP)  ## Run old and new processes side by side while clients train (FROM=commit of its history)
 	TINSMITH_UPGRADE_FROM=$(FROM) TINSMITH_UPGRADE_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest tests/upgrade
 
-upgrade-fixture: $(TEST_SETUP)  ## Make the data folder that a killed FROM=commit leaves, for tests/upgrade/fixtures
+upgrade-fixture: $(TEST_SETUP)  ## Make the data folder that a killed stack of FROM=commit leaves, for tests/upgrade/fixtures
 	$(BIN)/python -m tests.upgrade.make $(FROM)
 
 hashes:  ## Write hashes.txt for the versions of constraints*.txt (INDEX=URL of a package index)
@@ -128,7 +128,7 @@ dist: $(SETUP)  ## Build the source archive and the wheel into dist/
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
 # Each level compiles its kernels into separate caches: kernels of another level do not load.
-isa: $(TEST_SETUP)  ## Run parity, conformance and chaos tests at lower instruction sets (ISA="avx2:AVX2" for one)
+isa: $(TEST_SETUP)  ## Run parity, conformance and chaos tests at lower CPU instruction sets (ISA="avx2:AVX2" for one)
 	for level in $(ISA); do \
 	  caches=$(CURDIR)/build/isa/$${level%:*}; \
 	  ATEN_CPU_CAPABILITY=$${level%:*} ONEDNN_MAX_CPU_ISA=$${level#*:} \

@@ -33,9 +33,7 @@ def run_trainer() -> None:
     malloc.share_arenas()
     try:
         everything = settings.from_environment()
-        base = everything.base_model(arguments.base)
-        if base is None:
-            raise SetupError(f"the settings have no base model {arguments.base!r}")
+        base = _base_model(everything, arguments.base)
         if arguments.full:
             base = base.for_full()
         gpus = _gpus("full" if arguments.full else "trainer", base.trainer, arguments.copy)
@@ -92,9 +90,7 @@ def run_sampler() -> None:
     arguments = parser.parse_args()
     malloc.share_arenas()
     try:
-        base = settings.from_environment().base_model(arguments.base)
-        if base is None:
-            raise SetupError(f"the settings have no base model {arguments.base!r}")
+        base = _base_model(settings.from_environment(), arguments.base)
         if arguments.full:
             base = base.for_full_sampler()
         bind_gpus(_gpus("full_sampler" if arguments.full else "sampler", base.sampler, arguments.copy))
@@ -105,10 +101,21 @@ def run_sampler() -> None:
         refuse(arguments.name, error)
 
 
+def _base_model(everything: settings.Settings, name: str) -> settings.BaseModelSettings:
+    base = everything.base_model(name)
+    if base is None:
+        names = ", ".join(each.name for each in everything.base_models) or "none"
+        raise SetupError(f"the settings have no base model {name!r}; they have: {names}")
+    return base
+
+
 def _add_worker_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", required=True, help="name of this worker, unique among the running ones")
     parser.add_argument(
-        "--copy", type=int, default=0, help="which of the section's `count` workers this is, from 0: it has its GPUs"
+        "--copy",
+        type=int,
+        default=0,
+        help="number of this worker among the section's `count`, from 0: it gets the GPUs of that copy",
     )
 
 

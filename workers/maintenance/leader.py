@@ -72,9 +72,9 @@ class Sweeper:
             if self._oplog.lead(role, self._worker):
                 self._tasks[role].sweep()
         except (redis.RedisError, OSError, Unavailable) as error:
-            log.warning("%s: %s", role, error)
+            log.warning("the maintenance task %s was put off: %s", role, error)
         except Exception:
-            log.exception("%s failed", role)
+            log.exception("the maintenance task %s failed", role)
 
 
 class MaintenanceTask(Protocol):

@@ -159,7 +159,10 @@ class Owner:
         resident.debt_s = time.monotonic() - asked
         self._residents[model_id] = resident
         self._count()
-        log.info("owns a model", extra={"model_id": model_id, "epoch": lease.epoch, "applied": lease.applied})
+        log.info(
+            "this worker owns the model now",
+            extra={"model_id": model_id, "epoch": lease.epoch, "applied": lease.applied},
+        )
         return resident
 
     def evict(self, model_id: str) -> None:

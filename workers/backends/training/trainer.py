@@ -31,7 +31,10 @@ from workers.models import lora
 from workers.models.base_model import LoadedBase
 
 Results = dict[str, Output | OpError]
-_ENDLESS = "every loss is finite, but the gradient is not; nothing was added to the pending gradient"
+_ENDLESS = (
+    "every loss is finite, but the gradient is not; nothing was added to the pending gradient. Check the batch's "
+    "weights and advantages"
+)
 
 Call = tuple[Any, ...]
 """The name of a method, followed by its arguments."""
