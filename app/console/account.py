@@ -1,4 +1,4 @@
-"""The console's pages for one's key and its projects: limits, usage, storage, and for admins the audit log."""
+"""The console's pages about the caller's key and its projects: limits, usage, storage, and for admins the audit log."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Login to the console: an API key, exchanged for a signed cookie that names the key's id.
 
-The key itself is kept nowhere. It is looked up at each request, so a revoked key ends its logins at once.
+The key itself is not stored. It is looked up at each request, so a revoked key ends its logins at once.
 """
 
 from __future__ import annotations
