@@ -77,6 +77,13 @@ def test_launcher_and_ranks_see_the_named_gpus_in_their_order_and_a_rank_its_num
     }
 
 
+@pytest.mark.parametrize("kind", ["trainer", "sampler"])
+def test_an_unknown_base_model_is_an_error_that_names_those_there_are(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        worker(tmp_path, ["-m", f"workers.{kind}"], "", "--base", "small")
+    assert "worker-0: the settings have no base model 'small'; they have: tiny" in failed.value.stderr
+
+
 @pytest.mark.parametrize(
     ("kind", "toml", "options", "bound"),
     [

@@ -170,6 +170,11 @@ def test_the_help_names_every_command(capsys):
     assert all(f"\n    {command} " in text for command in ("up", "demo", "rebuild", "version"))
 
 
+def test_the_help_of_a_kind_keeps_its_capitals(capsys):
+    assert run("admin", "key", "--help") == 0
+    assert "API keys." in capsys.readouterr().out
+
+
 def test_a_count_is_written_in_ascii_digits(capsys):
     for text in ("\u0663", "\u00b2", "0", "-1"):  # an Arabic three, and a superscript two
         assert run("up", "--ranks", text) == 2
