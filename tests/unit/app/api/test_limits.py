@@ -18,8 +18,8 @@ from app.stores.redis.client import connect
 from tests.fuzz.test_odd_values import DATUM
 from tests.security.test_tenants import ask, calls
 from tests.unit.app.api import test_copies as copies
-from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.api.test_auth import CONSOLE
+from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api, batch
 from tests.unit.app.tenant import Tenant
 
