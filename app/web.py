@@ -16,13 +16,13 @@ from app.api import (
     futures,
     hub,
     models,
-    openai,
     sampling,
     sessions,
     training,
     uploads,
 )
 from app.api.base import EXTENSION, SETTINGS, add_hooks
+from app.api.chat import openai
 from app.console import login, pages
 from app.services import container
 from app.settings import Settings

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
 
@@ -30,19 +30,27 @@ class AnswerHead:
     model: str
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The tokens of a call's prompts, and those sampled."""
+
+    prompt: int
+    sampled: int
+
+
+Count = Callable[[], Usage]
+"""Returns the usage of a call. The sampled tokens are all counted after the last delta."""
+
+
 class Form(Protocol):
     """The format of one kind of answer."""
 
-    def whole(self, head: AnswerHead, deltas: Iterable[Delta]) -> dict[str, Any]:
+    def whole(self, head: AnswerHead, deltas: Iterable[Delta], count: Count) -> dict[str, Any]:
         """The whole answer at once."""
         ...
 
-    def chunks(self, head: AnswerHead, deltas: Iterable[Delta]) -> Iterator[dict[str, Any]]:
+    def chunks(self, head: AnswerHead, deltas: Iterable[Delta], count: Count) -> Iterator[dict[str, Any]]:
         """The answer's chunks one by one, as the deltas come."""
-        ...
-
-    def last(self, head: AnswerHead) -> dict[str, Any]:
-        """A chunk without choices, which carries the usage."""
         ...
 
 
@@ -54,62 +62,62 @@ def merged(deltas: Iterable[Delta]) -> list[Delta]:
     return [_joined(index, parts) for index, parts in sorted(choices.items())]
 
 
-def usage(prompt: int, sampled: int) -> Mapping[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+def _usage(used: Usage) -> dict[str, int]:
+    return {
+        "prompt_tokens": used.prompt,
+        "completion_tokens": used.sampled,
+        "total_tokens": used.prompt + used.sampled,
+    }
+
+
+def _last_with_usage(chunks: Iterable[dict[str, Any]], head: dict[str, Any], count: Count) -> Iterator[dict[str, Any]]:
+    """The chunks, and one more without choices, which carries the usage."""
+    for chunk in chunks:
+        yield {**chunk, "usage": None}
+    yield {**head, "choices": [], "usage": _usage(count())}
 
 
 def _joined(index: int, parts: list[Delta]) -> Delta:
     tokens = tuple(chain.from_iterable(part.tokens for part in parts))
-    return Delta(index, "".join(part.text for part in parts), tokens, parts[-1].finish)
+    return replace(parts[-1], choice=index, text="".join(part.text for part in parts), tokens=tokens)
 
 
 class ChatForm:
-    """Formats chat answers (see Form). `tools`: the text is searched for tool calls. Without `parallel`, the first call
-    of a choice is kept."""
+    """Formats chat answers (see Form). `with_usage`: a stream ends with its usage."""
 
-    def __init__(self, *, scores: bool, tools: bool, parallel: bool) -> None:
-        self._scores = scores
-        self._tools = tools
-        self._most_calls = None if parallel else 1
+    def __init__(self, tools: ToolOptions, *, scores: bool, with_usage: bool) -> None:
+        self._tools, self._scores, self._with_usage = tools, scores, with_usage
 
-    def whole(self, head: AnswerHead, deltas: Iterable[Delta]) -> dict[str, Any]:
+    def whole(self, head: AnswerHead, deltas: Iterable[Delta], count: Count) -> dict[str, Any]:
         choices = [self._choice(delta) for delta in merged(deltas)]
-        return {**_chat_head(head, "chat.completion"), "choices": choices}
+        return {**_chat_head(head, "chat.completion"), "choices": choices, "usage": _usage(count())}
 
-    def chunks(self, head: AnswerHead, deltas: Iterable[Delta]) -> Iterator[dict[str, Any]]:
-        kept: dict[int, ToolText] = defaultdict(ToolText)
+    def chunks(self, head: AnswerHead, deltas: Iterable[Delta], count: Count) -> Iterator[dict[str, Any]]:
+        shown = _chat_head(head, "chat.completion.chunk")
+        chunks = self._chunks(shown, deltas)
+        return _last_with_usage(chunks, shown, count) if self._with_usage else chunks
+
+    def _chunks(self, head: dict[str, Any], deltas: Iterable[Delta]) -> Iterator[dict[str, Any]]:
+        kept: dict[int, ToolText] = defaultdict(lambda: ToolText(self._tools))
         begun: set[int] = set()
         for delta in deltas:
             role = {} if delta.choice in begun else {"role": "assistant"}
             begun.add(delta.choice)
-            text, calls = self._pass(kept[delta.choice], delta)
+            text, calls = kept[delta.choice].split(delta)
             change = {**role, **({"content": text} if text or role else {}), **_called(calls)}
             if change or delta.tokens or delta.finish:
-                yield {**self.last(head), "choices": [self._part(delta, change, calls)]}
-
-    def last(self, head: AnswerHead) -> dict[str, Any]:
-        return {**_chat_head(head, "chat.completion.chunk"), "choices": []}
+                yield {**head, "choices": [{"delta": change, **self._rest(delta, calls)}]}
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        text, calls = self._pass(ToolText(), delta)
+        text, calls = ToolText(self._tools).split(delta)
         content = None if calls and not text.strip() else text
         message = {"role": "assistant", "content": content, **_called(calls, numbered=False)}
         return {"message": message, **self._rest(delta, calls)}
-
-    def _part(self, delta: Delta, change: dict[str, Any], calls: list[ToolCall]) -> dict[str, Any]:
-        return {"delta": change, **self._rest(delta, calls)}
 
     def _rest(self, delta: Delta, calls: list[ToolCall]) -> dict[str, Any]:
         logprobs = {"content": [_logprob(token) for token in delta.tokens]} if self._scores else None
         finish = "tool_calls" if calls else delta.finish
         return {"index": delta.choice, "logprobs": logprobs, "finish_reason": finish}
-
-    def _pass(self, kept: ToolText, delta: Delta) -> tuple[str, list[ToolCall]]:
-        if not self._tools:
-            return delta.text, []
-        text = kept.push(delta.text)
-        more, calls = kept.finish() if delta.finish else ("", [])
-        return text + more, calls[: self._most_calls]
 
 
 def _chat_head(head: AnswerHead, kind: str) -> dict[str, Any]:
@@ -141,20 +149,19 @@ def _scored(text: str, logprob: float | None) -> dict[str, Any]:
 
 class CompletionForm:
     """Formats completion answers (see Form). `top`: the number of most likely tokens requested; None for no logprobs at
-    all."""
+    all. `with_usage`: a stream ends with its usage."""
 
-    def __init__(self, top: int | None) -> None:
-        self._top = top
+    def __init__(self, top: int | None, *, with_usage: bool) -> None:
+        self._top, self._with_usage = top, with_usage
 
-    def whole(self, head: AnswerHead, deltas: Iterable[Delta]) -> dict[str, Any]:
-        return {**_completion_head(head), "choices": [self._choice(delta) for delta in merged(deltas)]}
+    def whole(self, head: AnswerHead, deltas: Iterable[Delta], count: Count) -> dict[str, Any]:
+        choices = [self._choice(delta) for delta in merged(deltas)]
+        return {**_completion_head(head), "choices": choices, "usage": _usage(count())}
 
-    def chunks(self, head: AnswerHead, deltas: Iterable[Delta]) -> Iterator[dict[str, Any]]:
-        for delta in deltas:
-            yield {**_completion_head(head), "choices": [self._choice(delta)]}
-
-    def last(self, head: AnswerHead) -> dict[str, Any]:
-        return {**_completion_head(head), "choices": []}
+    def chunks(self, head: AnswerHead, deltas: Iterable[Delta], count: Count) -> Iterator[dict[str, Any]]:
+        shown = _completion_head(head)
+        chunks = ({**shown, "choices": [self._choice(delta)]} for delta in deltas)
+        return _last_with_usage(chunks, shown, count) if self._with_usage else chunks
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         logprobs = None if self._top is None else _logprobs(delta.tokens, with_top=self._top > 0)
@@ -198,12 +205,30 @@ def are_understood(template: str) -> bool:
     return _OPEN in template
 
 
+@dataclass(frozen=True, slots=True)
+class ToolOptions:
+    """How tool calls are read. `search`: the text is searched for them. Without `parallel`, the first call of an answer
+    is kept."""
+
+    search: bool = True
+    parallel: bool = True
+
+
 class ToolText:
     """Separates tool calls from text. Text passes up to the first tag. Everything after it is kept until it is
     complete, because it may still turn out not to be a call."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: ToolOptions) -> None:
+        self._options = options
         self._kept = ""
+
+    def split(self, delta: Delta) -> tuple[str, list[ToolCall]]:
+        """(text, calls) that are certain with this delta of an answer; calls come with its last one."""
+        if not self._options.search:
+            return delta.text, []
+        text = self.push(delta.text)
+        more, calls = self.finish() if delta.finish else ("", [])
+        return text + more, calls if self._options.parallel else calls[:1]
 
     def push(self, text: str) -> str:
         """Adds text, and returns the text that is certainly not part of a call."""

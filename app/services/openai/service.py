@@ -7,34 +7,34 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from app import ids
 from app.domain.accounts import Caller
-from app.domain.records import BaseModelInfo, Sampler, Session
+from app.domain.records import Sampler, Session
 from app.domain.sampling import SampleRequest
 from app.errors import NotFound
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, sampler_role
-from app.services.openai import answers
-from app.services.openai.answers import AnswerHead, ChatForm, CompletionForm, Form, usage
+from app.services.openai.answers import AnswerHead, ChatForm, CompletionForm, Form, ToolOptions, Usage
 from app.services.openai.generation import Choices, Delta, Options
+from app.services.openai.requests import Chat, Sampling, Target
 from app.services.openai.streaming import Asked, ResultStream
-from app.services.openai.tokenizer import BaseTokenizer, Tokenizers, for_template
+from app.services.openai.tokenizer import Tokenizers
 from app.services.polling import LongPollLimiter
-from app.services.sampling import SamplingService, check_sample, check_size
+from app.services.sampling import SamplingService, check_size
 from app.services.tenants.access import check_role, list_checkpoints
 from app.settings import LimitSettings
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump
-from app.wire.bodies import model_input
 
 Gone = Callable[[], bool]
 """Returns True when the client has closed the connection."""
+
+MakeForm = Callable[[ToolOptions], Form]
+"""Returns the form of an answer, which reads tool calls by these options."""
 
 _SCHEME = "tinker://"
 _KIND = "sampler_weights"
@@ -55,25 +55,19 @@ class Answer:
 
     def whole(self) -> dict[str, Any]:
         """The whole answer. Raises UserOpError, ServerOpError, ClientGone or Unavailable."""
-        answer = self._form.whole(self._head, self._deltas)
-        return {**answer, "usage": self._usage()}
+        return self._form.whole(self._head, self._deltas, self._usage)
 
-    def chunks(self, *, with_usage: bool) -> Iterator[dict[str, Any]]:
+    def chunks(self) -> Iterator[dict[str, Any]]:
         """The answer's chunks as they come. Raises the same errors midway."""
-        empty = {"usage": None} if with_usage else {}
-        for chunk in self._form.chunks(self._head, self._deltas):
-            yield {**chunk, **empty}
-        if with_usage:
-            yield {**self._form.last(self._head), "usage": self._usage()}
+        return self._form.chunks(self._head, self._deltas, self._usage)
 
-    def _usage(self) -> Mapping[str, int]:
-        prompt, sampled = (sum(getattr(c, name) for c in self._choices) for name in ("prompt_tokens", "sampled_tokens"))
-        return usage(prompt, sampled)
+    def _usage(self) -> Usage:
+        return Usage(sum(c.prompt_tokens for c in self._choices), sum(c.sampled_tokens for c in self._choices))
 
 
 class OpenAiService:
-    """Runs OpenAI-compatible calls. Every prompt is a separate sampling request, journaled and retried like
-    asample's."""
+    """Runs the calls of OpenAI's clients, and the chats of other clients. Every prompt is a separate sampling request,
+    journaled and retried like asample's."""
 
     def __init__(
         self,
@@ -111,24 +105,36 @@ class OpenAiService:
         model = self._model(caller, asked["model"])
         top, echo, most = asked["logprobs"], asked["echo"], asked["max_tokens"]
         options = Options(scores=top is not None, echo=echo, hidden=most == 0)
+        sampling = _sampling(asked, most, top or 0)
         requests = [
-            model.request(asked, prompt, most, top=top or 0, score_prompt=echo and options.scores)
+            model.request(sampling, prompt, score_prompt=echo and options.scores)
             for prompt in model.prompts(asked["prompt"])
         ]
         if echo and options.scores:  # every choice repeats its prompt
             check_size("echo with logprobs", asked["n"] * (1 + top), sum(len(request.prompt) for request in requests))
-        return self._answer(caller, model, asked, requests, CompletionForm(top), options, gone)
+        form = CompletionForm(top, with_usage=_with_usage(asked))
+        return self._answer(caller, model, asked["model"], requests, form, options, gone)
 
     def chat(self, caller: Caller, asked: Mapping[str, Any], gone: Gone) -> Answer:
         """The answer of a chat. Raises the same errors."""
-        model = self._model(caller, asked["model"])
-        offered = [] if asked["tool_choice"] == "none" else asked["tools"]
-        prompt = model.tokenizer.encode_chat(for_template(asked["messages"]), offered, model.info.max_context)
-        most = asked["max_completion_tokens"] or asked["max_tokens"]
-        request = model.request(asked, prompt, most, top=asked["top_logprobs"])
-        calls = bool(offered) and answers.are_understood(model.tokenizer.template(offered))
-        form = ChatForm(scores=asked["logprobs"], tools=calls, parallel=asked["parallel_tool_calls"])
-        return self._answer(caller, model, asked, [request], form, Options(scores=asked["logprobs"]), gone)
+        tools = [] if asked["tool_choice"] == "none" else asked["tools"]
+        chat = Chat(asked["model"], asked["messages"], tools, asked["parallel_tool_calls"])
+        sampling = _sampling(asked, asked["max_completion_tokens"] or asked["max_tokens"], asked["top_logprobs"])
+        form = partial(ChatForm, scores=asked["logprobs"], with_usage=_with_usage(asked))
+        return self.converse(caller, chat, sampling, form, gone, scores=asked["logprobs"])
+
+    def converse(
+        self, caller: Caller, chat: Chat, sampling: Sampling, form: MakeForm, gone: Gone, *, scores: bool = False
+    ) -> Answer:
+        """The answer in a conversation. Raises the same errors."""
+        model = self._model(caller, chat.model)
+        request = model.request(sampling, model.chat_prompt(chat))
+        tools = ToolOptions(search=model.calls_tools(chat), parallel=chat.parallel)
+        return self._answer(caller, model, chat.model, [request], form(tools), Options(scores=scores), gone)
+
+    def count(self, caller: Caller, chat: Chat) -> int:
+        """The number of the prompt's tokens in a conversation. Raises NotFound, BadRequest or Unavailable."""
+        return len(self._model(caller, chat.model).chat_prompt(chat))
 
     def _model(self, caller: Caller, name: str) -> Target:
         sampler_id, sampler = self._samplers.of(caller, name)
@@ -139,7 +145,7 @@ class OpenAiService:
         self,
         caller: Caller,
         model: Target,
-        asked: Mapping[str, Any],
+        name: str,
         requests: Sequence[SampleRequest],
         form: Form,
         options: Options,
@@ -148,12 +154,13 @@ class OpenAiService:
         with ExitStack() as undo:
             undo.enter_context(self._poll_limiter.occupy(caller.project))
             self._samplers.ensure(model.sampler_id, model.sampler)
-            choices = []
-            for place, request in enumerate(requests):
+            choices: list[Choices] = []
+            for request in requests:
                 admitted = self._admit(caller, model, request)
-                choices.append(Choices(model.tokenizer, request, admitted, place * asked["n"], options))
+                first = len(choices) * request.num_samples
+                choices.append(Choices(model.tokenizer, request, admitted, first, options))
                 undo.callback(self._leave, choices[-1])
-            head = AnswerHead(choices[0].asked.request_id, int(time.time()), asked["model"])
+            head = AnswerHead(choices[0].asked.request_id, int(time.time()), name)
             deltas = chain.from_iterable(choice.deltas(self._result_stream, gone) for choice in choices)
             return Answer(head, form, choices, deltas, undo.pop_all().close)
 
@@ -165,60 +172,6 @@ class OpenAiService:
         number = secrets.randbits(62)
         request_id = self._admission.admit_sample(caller, model.sampler_id, model.sampler, number, request)
         return Asked(request_id, caller, request.stream)
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The sampler of a call. `info` is reported by a live sampler of the base model."""
-
-    sampler_id: str
-    sampler: Sampler
-    info: BaseModelInfo
-    tokenizer: BaseTokenizer
-    limits: LimitSettings
-
-    def prompts(self, given: Any) -> list[np.ndarray]:
-        """int32 [n] for each prompt, from a text, from token ids, or from a list of either. Raises BadRequest for token
-        ids that are not int32."""
-        several = isinstance(given, list) and not isinstance(given[0], int)
-        return [self._tokens(prompt) for prompt in (given if several else [given])]
-
-    def request(
-        self,
-        asked: Mapping[str, Any],
-        prompt: np.ndarray,
-        most: int | None,
-        *,
-        top: int = 0,
-        score_prompt: bool = False,
-    ) -> SampleRequest:
-        """A checked request for at most `most` tokens (None: as many as the context holds), with the `top` most likely
-        tokens at each position. Raises BadRequest.
-
-        Only the sampled tokens themselves are streamed, so a request for more than those is not streamed.
-        """
-        room = max(1, self.info.max_context - len(prompt))
-        stop = asked["stop"] or ()
-        request = SampleRequest(
-            prompt=prompt,
-            num_samples=asked["n"],
-            max_tokens=room if most is None else min(room, max(1, most)),
-            seed=secrets.randbits(31) if asked["seed"] is None else asked["seed"],
-            temperature=asked["temperature"],
-            top_p=asked["top_p"],
-            stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
-            prompt_logprobs=score_prompt,
-            prompt_top=top if score_prompt else 0,
-            sample_top=top,
-            stream=asked["stream"] and not (top or score_prompt) and most != 0,
-        )
-        check_sample(request, self.info, self.limits)
-        return request
-
-    def _tokens(self, prompt: Any) -> np.ndarray:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, self.info.max_context)
-        return model_input([{"tokens": prompt}], "prompt").tokens
 
 
 class Samplers:
@@ -268,6 +221,25 @@ class Samplers:
     def keep_alive(self, caller: Caller) -> None:
         """Keeps the caller's session alive while a request runs."""
         self._lifecycle.heartbeat(ids.openai_session_id(caller.project))
+
+
+def _sampling(asked: Mapping[str, Any], most: int | None, top: int) -> Sampling:
+    stop = asked["stop"] or ()
+    return Sampling(
+        max_tokens=most,
+        temperature=asked["temperature"],
+        top_p=asked["top_p"],
+        stream=asked["stream"],
+        stop=(stop,) if isinstance(stop, str) else stop,
+        seed=asked["seed"],
+        n=asked["n"],
+        top=top,
+    )
+
+
+def _with_usage(asked: Mapping[str, Any]) -> bool:
+    include: bool = asked["stream_options"]["include_usage"]
+    return include
 
 
 def _parts(model: str) -> tuple[str | None, str | None]:

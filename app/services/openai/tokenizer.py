@@ -53,15 +53,20 @@ class BaseTokenizer:
         return self._ids(text, context, special=True)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], context: int = sys.maxsize
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        context: int = sys.maxsize,
+        prefill: str = "",
     ) -> np.ndarray:
-        """int32 [n] of a conversation, up to the point where the assistant answers. Raises the errors of `encode`. Also
-        raises BadRequest when the model has no chat template, or when its template refuses the messages."""
+        """int32 [n] of a conversation, up to the point where the assistant answers, and of `prefill`, the beginning of
+        the answer. Raises the errors of `encode`. Also raises BadRequest when the model has no chat template, or when
+        its template refuses the messages."""
         template = self._templates.get(self._which(tools))
         if template is None:
             raise BadRequest("this model has no chat template: use /completions")
         text = render(template, messages, tools or None, self._special)
-        return self._ids(text, context, special=False)
+        return self._ids(text + prefill, context, special=False)
 
     def template(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """The text of the chat template that these tools select; empty if there is none."""

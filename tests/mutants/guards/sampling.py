@@ -270,13 +270,13 @@ MUTANTS = (
         "app/services/openai/streaming.py",
         "if not ended:",
         "if False:",
-        "tests/unit/app/api/openai/test_streams.py::test_a_request_whose_client_left_is_cancelled",
+        "tests/unit/app/api/chat/openai/test_streams.py::test_a_request_whose_client_left_is_cancelled",
     ),
     Mutant(
         "openai: streamed tokens go by their place",
         "app/services/openai/generation.py",
         "known = text.count - chunk.position",
         "known = 0",
-        "tests/unit/app/api/openai/test_streams.py::test_what_a_stream_lost_or_sent_twice_is_corrected_from_the_result",
+        "tests/unit/app/api/chat/openai/test_streams.py::test_what_a_stream_lost_or_sent_twice_is_corrected_from_the_result",
     ),
 )

@@ -366,7 +366,7 @@ MUTANTS = (
         "app/api/base.py",
         "if len(value) > self._most:",
         "if False:",
-        "tests/unit/app/api/openai/test_refusals.py",
+        "tests/unit/app/api/chat/openai/test_refusals.py",
     ),
     Mutant(
         "options: secrets in the list of processes",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from app.api.examples import BASE_MODEL
-from tests.unit.app.api.openai.caller import OAI, OpenAi
+from tests.unit.app.api.chat.openai.caller import OAI, OpenAi
 from tests.unit.app.api.openapi_examples import EXAMPLES
 from tests.unit.app.conftest import BASE
 

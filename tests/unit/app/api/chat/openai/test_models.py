@@ -12,7 +12,7 @@ from app.domain.records import Sampler, Session
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.records import load
-from tests.unit.app.api.openai.caller import OAI, OpenAi
+from tests.unit.app.api.chat.openai.caller import OAI, OpenAi
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, OTHER_KEY
 

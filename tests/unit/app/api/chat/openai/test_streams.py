@@ -9,7 +9,8 @@ import pytest
 
 from app.domain.results import Result
 from app.domain.sampling import SampleOutput, SampleRequest
-from tests.unit.app.api.openai.caller import CAPACITY, OpenAi, events, streamed, whole
+from tests.unit.app.api.chat.openai.caller import OpenAi, events, streamed, whole
+from tests.unit.app.api.chat.standin import CAPACITY
 
 
 def test_tokens_are_streamed_before_the_result_is_there(openai: OpenAi):

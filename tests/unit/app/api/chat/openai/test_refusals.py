@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from app.settings import LimitSettings
-from tests.unit.app.api.openai.caller import CONTEXT, OAI, TOOLS, OpenAi
+from tests.unit.app.api.chat.openai.caller import OAI, TOOLS, OpenAi
+from tests.unit.app.api.chat.standin import CONTEXT
 from tests.unit.app.conftest import BASE
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -1,22 +1,27 @@
-"""Completions and chats for OpenAI's clients, in one answer or as server-sent events.
-
-In a body null means that the field is left out. An unknown field is an error.
-"""
+"""Completions and chats for OpenAI's clients."""
 
 from __future__ import annotations
 
 import json
-import select
-import socket
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
-from flask import Response, copy_current_request_context, current_app, request
-from marshmallow import RAISE, Schema, ValidationError, fields, pre_load, validate, validates_schema
+from flask import Response
+from marshmallow import ValidationError, fields, validate, validates_schema
 
 from app.api import errors
-from app.api.base import FirstWrong, current_caller, identifier, large, needs, services
+from app.api.base import FirstWrong, current_caller, large, needs, services
 from app.api.base import blueprint as make
+from app.api.chat.base import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Counted,
+    Ignored,
+    Sampled,
+    Unsupported,
+    answered,
+    gone,
+)
 from app.api.examples import CHAT, COMPLETION
 from app.services.openai.service import Answer
 
@@ -26,48 +31,11 @@ blueprint = make(
     prefix=errors.OPENAI,
     parameters={"model": "an id from the list of models"},
 )
-_STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_DONE = "data: [DONE]\n\n"
 
-MAX_SEED = 2**63 - 1
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
 MAX_TOP = 20
-
-
-MAX_MESSAGES = 4096
-MAX_TOOLS = 512
-MAX_FIELDS = 100
-"""Most fields of an object, known or not."""
-
-
-class Ignored(fields.Field[Any]):
-    """A field that does not change the answer: labels, caching and billing."""
-
-
-class Unsupported(fields.Field[Any]):
-    """An unsupported field. It refuses every value that would change the answer; `neutral` values are accepted."""
-
-    def __init__(self, *neutral: Any) -> None:
-        super().__init__(load_default=None)
-        self._neutral = neutral
-
-    def _deserialize(self, value: Any, attr: str | None, data: Mapping[str, Any] | None, **kwargs: Any) -> Any:
-        if value not in self._neutral:
-            raise ValidationError("Not supported here; leave it out.")
-        return None
-
-
-class Counted(Schema):
-    """An object without unknown fields. One with too many fields gets one error, not one for each field."""
-
-    class Meta:
-        unknown = RAISE
-
-    @pre_load
-    def count_fields(self, data: Any, **_: Any) -> Any:
-        if isinstance(data, dict) and len(data) > MAX_FIELDS:
-            raise ValidationError(f"Has {len(data)} fields; at most {MAX_FIELDS} are allowed.")
-        return data
 
 
 class StreamOptions(Counted):
@@ -75,17 +43,12 @@ class StreamOptions(Counted):
     include_obfuscation = Ignored()
 
 
-class Request(Counted):
+class Request(Sampled):
     """The fields that completions and chat completions share."""
 
-    model = identifier()
     n = fields.Integer(strict=True, load_default=1, validate=validate.Range(1, MAX_CHOICES))
-    seed = fields.Integer(strict=True, load_default=None, validate=validate.Range(0, MAX_SEED))
     stop = fields.Raw(load_default=None)
-    stream = fields.Boolean(load_default=False)
     stream_options = fields.Nested(StreamOptions, load_default=lambda: StreamOptions().load({}))
-    temperature = fields.Float(load_default=1.0, validate=validate.Range(0, 2))
-    top_p = fields.Float(load_default=1.0, validate=validate.Range(0, 1, min_inclusive=False))
     frequency_penalty = Unsupported(0)
     presence_penalty = Unsupported(0)
     logit_bias = Unsupported({})
@@ -96,10 +59,6 @@ class Request(Counted):
     safety_identifier = Ignored()
     prompt_cache_key = Ignored()
     prompt_cache_retention = Ignored()
-
-    @pre_load
-    def leave_nulls_out(self, data: Any, **_: Any) -> Any:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @validates_schema
     def check_stop(self, data: Mapping[str, Any], **_: Any) -> None:
@@ -149,7 +108,7 @@ def _all(value: Any, kind: type) -> bool:
 )
 def completions(asked: dict[str, Any]) -> Response | dict[str, Any]:
     """Complete a text or a list of tokens."""
-    return _answered(services().openai.complete(current_caller(), asked, _gone()), asked)
+    return _answered(services().openai.complete(current_caller(), asked, gone()), asked)
 
 
 class Message(Counted):
@@ -202,7 +161,7 @@ class ChatCompletion(Request):
 )
 def chat_completions(asked: dict[str, Any]) -> Response | dict[str, Any]:
     """Answer in a conversation, by the model's chat template."""
-    return _answered(services().openai.chat(current_caller(), asked, _gone()), asked)
+    return _answered(services().openai.chat(current_caller(), asked, gone()), asked)
 
 
 @blueprint.route("/models", methods=["GET"])
@@ -220,53 +179,8 @@ def retrieve_model(model: str) -> dict[str, Any]:
 
 
 def _answered(answer: Answer, asked: Mapping[str, Any]) -> Response | dict[str, Any]:
-    if asked["stream"]:
-        chunks = answer.chunks(with_usage=asked["stream_options"]["include_usage"])
-        events = _events(chunks, copy_current_request_context(_failure))
-        response = Response(events, mimetype="text/event-stream", headers=_STREAMED)
-        # `close` is called even if nothing of the response was read.
-        response.call_on_close(answer.close)
-        return response
-    try:
-        return answer.whole()
-    finally:
-        answer.close()
-
-
-def _events(chunks: Iterator[dict[str, Any]], failure: Callable[[Exception], Mapping[str, Any]]) -> Iterator[str]:
-    """The chunks as server-sent events. After the status is sent, an error can only be an event; the client raises
-    it."""
-    try:
-        for chunk in chunks:
-            yield _event(chunk)
-    except Exception as error:
-        yield _event(failure(error))
-    else:
-        yield "data: [DONE]\n\n"
-
-
-def _failure(error: Exception) -> Mapping[str, Any]:
-    body, *_ = cast(errors.Answer, current_app.handle_user_exception(error))
-    return body
+    return answered(answer, _event, stream=asked["stream"], end=_DONE)
 
 
 def _event(content: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(content)}\n\n"
-
-
-def _gone() -> Callable[[], bool]:
-    """Returns a check that is True when the client of this request has closed its connection. It needs a server that
-    shows the connection (gunicorn does)."""
-    connection: socket.socket | None = request.environ.get("gunicorn.socket")
-
-    def gone() -> bool:
-        if connection is None:
-            return False
-        readable = select.poll()
-        readable.register(connection, select.POLLIN)
-        try:
-            return bool(readable.poll(0)) and connection.recv(1, socket.MSG_PEEK) == b""
-        except OSError:
-            return True
-
-    return gone

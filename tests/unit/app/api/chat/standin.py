@@ -1,15 +1,12 @@
-"""A caller of OpenAI's paths, and a thread that answers as a sampler does."""
+"""A thread that answers as a sampler does."""
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from werkzeug.test import TestResponse
 
 from app.domain import ops
 from app.domain.results import PROTOBUF, Result
@@ -19,12 +16,9 @@ from app.services.openai.tokenizer import BaseTokenizer
 from app.stores.redis.completions import TokenChunk, TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from app.wire.results import encode_sample
-from tests.unit.app.conftest import BASE, KEY, Api
 
-OAI = "/oai/api/v1"
 CAPACITY = 3
 CONTEXT = 512
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 Answer = Callable[[str, SampleRequest], SampleOutput | Result | None]
 
 
@@ -70,48 +64,3 @@ class Standin:
                 result = Result(encode_sample(result), PROTOBUF)
             if result is not None:
                 self.oplog.finish_sample(request_id, result)
-
-
-@dataclass
-class OpenAi:
-    """One caller of OpenAI's paths."""
-
-    api: Api
-    standin: Standin
-    key: str = KEY
-
-    def post(self, path: str, **body: Any) -> TestResponse:
-        headers = {"Authorization": f"Bearer {self.key}"}
-        return self.api.client.post(f"{OAI}/{path}", json={"model": BASE, **body}, headers=headers)
-
-    def completion(self, **body: Any) -> dict[str, Any]:
-        answer = self.post("completions", **{"prompt": "ab", "max_tokens": 20, **body})
-        assert answer.status_code == 200, answer.text
-        return answer.json
-
-    def chat(self, **body: Any) -> dict[str, Any]:
-        answer = self.post("chat/completions", **{"messages": [{"role": "user", "content": "hi"}], **body})
-        assert answer.status_code == 200, answer.text
-        return answer.json
-
-    def models(self) -> list[str]:
-        answer = self.api.client.get(f"{OAI}/models", headers={"Authorization": f"Bearer {self.key}"})
-        return [model["id"] for model in answer.json["data"]]
-
-
-def whole(answer: TestResponse) -> str:
-    """The complete text of a stream."""
-    with answer:
-        return answer.text
-
-
-def events(answer: TestResponse) -> list[dict[str, Any]]:
-    """Chunks of a stream that ended well."""
-    assert answer.mimetype == "text/event-stream"
-    *lines, last, empty = whole(answer).split("\n\n")
-    assert (last, empty) == ("data: [DONE]", "")
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
-
-
-def streamed(chunks: list[dict[str, Any]]) -> str:
-    return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])

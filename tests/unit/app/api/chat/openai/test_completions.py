@@ -10,7 +10,7 @@ import pytest
 
 from app.domain.results import Result
 from app.domain.sampling import SampleOutput, SampleRequest, TokenLogprobs
-from tests.unit.app.api.openai.caller import OpenAi
+from tests.unit.app.api.chat.openai.caller import OpenAi
 from tests.unit.app.conftest import BASE
 
 

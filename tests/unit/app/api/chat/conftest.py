@@ -15,7 +15,7 @@ from app.settings import ApiSettings, Settings
 from app.stores.redis.client import connect
 from app.stores.redis.completions import TokenStreams
 from tests.tokenizers import byte_tokenizer
-from tests.unit.app.api.openai.caller import CAPACITY, CONTEXT, OpenAi, Standin
+from tests.unit.app.api.chat.standin import CAPACITY, CONTEXT, Standin
 from tests.unit.app.conftest import Api, add_worker
 
 
@@ -28,7 +28,7 @@ def app(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Flask:
 
 
 @pytest.fixture
-def openai(app: Flask, state_url: str) -> Iterator[OpenAi]:
+def served(app: Flask, state_url: str) -> Iterator[tuple[Api, Standin]]:
     services = app.extensions[EXTENSION]
     with connect(state_url) as client, connect(services.settings.broker_url) as broker:
         client.flushall()
@@ -38,6 +38,6 @@ def openai(app: Flask, state_url: str) -> Iterator[OpenAi]:
         standin = Standin(services.oplog, TokenStreams(broker), tokenizer)
         thread = threading.Thread(target=standin.run, daemon=True)
         thread.start()
-        yield OpenAi(Api(app.test_client(), services), standin)
+        yield Api(app.test_client(), services), standin
         standin.over.set()
         thread.join(30)

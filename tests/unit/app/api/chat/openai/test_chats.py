@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from app.domain.sampling import SampleOutput, SampleRequest, TokenLogprobs
-from tests.unit.app.api.openai.caller import CONTEXT, TOOLS, OpenAi, events
+from tests.unit.app.api.chat.openai.caller import TOOLS, OpenAi, events
+from tests.unit.app.api.chat.standin import CONTEXT
 
 
 def test_a_chat_goes_through_the_models_template(openai: OpenAi):

@@ -1,0 +1,99 @@
+"""The sampling requests of a call: its prompts as tokens, and the parameters of their samples."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from app.domain.records import BaseModelInfo, Sampler
+from app.domain.sampling import SampleRequest
+from app.services.openai.answers import are_understood
+from app.services.openai.tokenizer import BaseTokenizer, for_template
+from app.services.sampling import check_sample
+from app.settings import LimitSettings
+from app.wire.bodies import model_input
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The parameters of a call's samples. `max_tokens` None: as many as the context holds. `seed` None: a random one.
+    `top`: the number of most likely tokens at each position. top_k -1 means off."""
+
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    stream: bool
+    stop: Sequence[str] = ()
+    seed: int | None = None
+    n: int = 1
+    top: int = 0
+    top_k: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation with a model. `messages` and `tools` have OpenAI's form. Without `parallel`, the first tool call
+    of an answer is kept. `prefill` is the beginning of the answer."""
+
+    model: str
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    parallel: bool = True
+    prefill: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The sampler of a call. `info` is reported by a live sampler of the base model."""
+
+    sampler_id: str
+    sampler: Sampler
+    info: BaseModelInfo
+    tokenizer: BaseTokenizer
+    limits: LimitSettings
+
+    def prompts(self, given: Any) -> list[np.ndarray]:
+        """int32 [n] for each prompt, from a text, from token ids, or from a list of either. Raises BadRequest for token
+        ids that are not int32."""
+        several = isinstance(given, list) and not isinstance(given[0], int)
+        return [self._tokens(prompt) for prompt in (given if several else [given])]
+
+    def chat_prompt(self, chat: Chat) -> np.ndarray:
+        """int32 [n] of a conversation. Raises BadRequest."""
+        return self.tokenizer.encode_chat(for_template(chat.messages), chat.tools, self.info.max_context, chat.prefill)
+
+    def calls_tools(self, chat: Chat) -> bool:
+        """True if the model is offered tools and taught the form of their calls."""
+        return bool(chat.tools) and are_understood(self.tokenizer.template(chat.tools))
+
+    def request(self, sampling: Sampling, prompt: np.ndarray, *, score_prompt: bool = False) -> SampleRequest:
+        """A checked request. Raises BadRequest.
+
+        Only the sampled tokens themselves are streamed, so a request for more than those is not streamed.
+        """
+        room, most = max(1, self.info.max_context - len(prompt)), sampling.max_tokens
+        request = SampleRequest(
+            prompt=prompt,
+            num_samples=sampling.n,
+            max_tokens=room if most is None else min(room, max(1, most)),
+            seed=secrets.randbits(31) if sampling.seed is None else sampling.seed,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_strings=tuple(sampling.stop),
+            prompt_logprobs=score_prompt,
+            prompt_top=sampling.top if score_prompt else 0,
+            sample_top=sampling.top,
+            stream=sampling.stream and not (sampling.top or score_prompt) and most != 0,
+        )
+        check_sample(request, self.info, self.limits)
+        return request
+
+    def _tokens(self, prompt: Any) -> np.ndarray:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, self.info.max_context)
+        return model_input([{"tokens": prompt}], "prompt").tokens
