@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,12 +41,13 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next part of a choice; `finish` (stop or length) ends the choice."""
+    """The next part of a choice; `finish` (stop or length) ends the choice. `stop`: the stop string that ended it."""
 
     choice: int
     text: str
     tokens: tuple[ScoredToken, ...] = ()
     finish: str | None = None
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Choices:
         ended = text.finish(sequence.stopped)
         piece = Piece(pushed.text + ended.text, [*pushed.tokens, *ended.tokens])
         finish = "stop" if sequence.stopped or text.stopped else "length"
-        yield self._delta(index, piece, sequence.top, finish)
+        yield replace(self._delta(index, piece, sequence.top), finish=finish, stop=text.stop)
 
     def _echo(self, logprobs: np.ndarray | None, top: TokenLogprobs | None) -> Iterator[Delta]:
         text = TextStream(self._tokenizer, [], [])
@@ -122,9 +123,9 @@ class Choices:
             yield self._delta(index, piece, top)
         self._begin = len(piece.text)
 
-    def _delta(self, index: int, piece: Piece, top: TokenLogprobs | None, finish: str | None = None) -> Delta:
+    def _delta(self, index: int, piece: Piece, top: TokenLogprobs | None) -> Delta:
         scored = tuple(self._scored(piece, top)) if self._options.scores else ()
-        return Delta(self._first + index, piece.text, scored, finish)
+        return Delta(self._first + index, piece.text, scored)
 
     def _scored(self, piece: Piece, top: TokenLogprobs | None) -> Iterator[ScoredToken]:
         for token in piece.tokens:
@@ -171,6 +172,11 @@ class TextStream:
     def stopped(self) -> bool:
         """True once a stop string has come; nothing after it is part of the answer."""
         return self._cut is not None
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that has come."""
+        return self._search.found if self._search else None
 
     def push(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Piece:
         """Adds tokens, and returns the text and tokens that are certain by now. The newest token is never certain,
@@ -228,17 +234,21 @@ class StopSearch:
         self._text = ""
         # Where each token's text ends, in this text and in the shown one.
         self._ends, self._shown_ends = [0], [0]
+        self.found: str | None = None
 
     def add(self, token: int, shown: int) -> int | None:
         """Adds a token, after which the shown text has `shown` characters. Returns the place of the first stop string
-        that ends with it, else None."""
+        that ends with it, and keeps the string as `found`; else None."""
         new = self._decoder.step(self._core, token) or ""
         self._text += new
         self._ends.append(len(self._text))
         self._shown_ends.append(shown)
         begins = [(stop, max(0, len(self._text) - len(new) - len(stop) + 1)) for stop in self._stops]
-        found = [place for stop, begin in begins if (place := self._text.find(stop, begin)) >= 0]
-        return self._place(min(found)) if found else None
+        found = [(place, stop) for stop, begin in begins if (place := self._text.find(stop, begin)) >= 0]
+        if not found:
+            return None
+        place, self.found = min(found)
+        return self._place(place)
 
     def sure(self) -> int:
         """The length of the shown text that can no longer become part of a stop string."""

@@ -51,7 +51,7 @@ def test_a_stop_string_is_cut_and_no_part_of_it_shown_before(tokenizer: BaseToke
         *["a", "", "", "", "<eno", "u", "g", "h"],
         *["", "", "", "", "", ""],
     ]
-    assert stream.stopped
+    assert (stream.stopped, stream.stop) == (True, "<end>")
 
 
 def test_a_stop_string_of_a_special_token_and_text_is_cut(tokenizer: BaseTokenizer):
@@ -64,7 +64,14 @@ def test_a_stop_string_of_a_special_token_and_text_is_cut(tokenizer: BaseTokeniz
 def test_letters_with_a_special_token_between_them_are_no_stop_string_as_in_the_sampler(tokenizer: BaseTokenizer):
     stream = TextStream(tokenizer, [], ["bc"])
     assert "".join(pieces(stream, ids(tokenizer, f"ab{END}cd"))) == "abcd"
-    assert not stream.stopped
+    assert (stream.stopped, stream.stop) == (False, None)
+
+
+@pytest.mark.parametrize("stops", [["d", "bc"], ["bc", "d"], ["bcd", "bc"], ["cd", "bcd"]])
+def test_the_stop_string_that_ends_a_text_is_named(tokenizer: BaseTokenizer, stops: list[str]):
+    stream = TextStream(tokenizer, [], stops)
+    assert "".join(pieces(stream, ids(tokenizer, "abcd"), stopped=True)) == "a"
+    assert stream.stop == next(stop for stop in ("bc", "bcd") if stop in stops)
 
 
 def test_the_begin_of_a_stop_string_that_never_comes_is_given_at_the_end(tokenizer: BaseTokenizer):
