@@ -23,13 +23,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tests.tokenizers import WITH_TOOLS
+
 VOCAB_SIZE = 320
 EOS_TOKEN = "<|im_end|>"
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", EOS_TOKEN)
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def tiny_qwen3(folder: Path, seed: int = 0, **sizes: int) -> Path:
@@ -105,5 +103,5 @@ def byte_tokenizer(*more_special: str) -> PreTrainedTokenizerFast:
         additional_special_tokens=["<|im_start|>", *more_special],
         model_max_length=512,
     )
-    tokenizer.chat_template = _CHAT_TEMPLATE
+    tokenizer.chat_template = WITH_TOOLS
     return tokenizer

@@ -1,11 +1,13 @@
 """Answers every error with a JSON body: {"detail": the message, "error": its kind}. Never empty, never a traceback.
 
-Below OPENAI the body has the form that OpenAI's clients read: {"error": {"message", "type", "param", "code"}}.
+Below OPENAI the body has the form that OpenAI's clients read: {"error": {"message", "type", "param", "code"}}. Below
+ANTHROPIC it has the form of Anthropic's: {"type": "error", "error": {"type", "message"}, "request_id"}.
 """
 
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -21,7 +23,7 @@ from app.stores.redis.client import is_outage
 from app.stores.redis.durability import NotDurable
 
 log = logging.getLogger(__name__)
-OPENAI = "/oai/api/v1"
+OPENAI, ANTHROPIC = "/oai/api/v1", "/anthropic"
 Answer = tuple[dict[str, Any], int, dict[str, str]]
 NOT_UNICODE = "a string in the JSON body contains half of a surrogate pair; send complete characters"
 _LONGEST_VALUE = 80
@@ -34,8 +36,20 @@ _OPENAI_CODES = {
     "TooManyRequests": "rate_limit_exceeded",
     _UNKNOWN_URL: "unknown_url",
 }
-# Responses, embeddings and other calls of OpenAI's API. Their client tries a 5xx again, also a 501.
-_NOT_SERVED = "{} {} is not served here; this server has /completions, /chat/completions and /models"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+# Responses, embeddings, batches and other calls of these APIs. Their clients try a 5xx again, also a 501.
+_SERVED = {
+    OPENAI: "/completions, /chat/completions and /models",
+    ANTHROPIC: "/v1/messages, /v1/messages/count_tokens and /v1/models",
+}
 _NAMELESS = ("json", "query", "_schema")
 
 
@@ -45,8 +59,10 @@ class TinsmithApi(Api):  # type: ignore[misc]
     ERROR_SCHEMA = ErrorSchema
 
     def handle_http_exception(self, error: HTTPException) -> Answer:
-        if error.code == 404 and request.path.startswith(f"{OPENAI}/"):
-            return _answer(_NOT_SERVED.format(request.method, request.path[:200]), _UNKNOWN_URL, 404)
+        served = _SERVED.get(_prefix())
+        if error.code == 404 and served:
+            message = f"{request.method} {request.path[:200]} is not served here; this server has {served}"
+            return _answer(message, _UNKNOWN_URL, 404)
         return _answer(describe(error), error.name, error.code or 500)
 
 
@@ -73,11 +89,38 @@ def register(app: Flask) -> None:
 
 
 def _answer(detail: str, kind: str, status: int, headers: Mapping[str, str] | None = None) -> Answer:
-    body: dict[str, Any] = {"detail": detail, "error": kind}
-    if request.path.startswith(f"{OPENAI}/"):
-        where = "server_error" if status >= 500 else "invalid_request_error"
-        body = {"error": {"message": detail, "type": where, "param": None, "code": _OPENAI_CODES.get(kind)}}
-    return body, status, dict(headers or {})
+    body = _FORMS.get(_prefix(), _plain)(detail, kind, status)
+    # Anthropic's clients read the id from a header.
+    more = {"request-id": body["request_id"]} if "request_id" in body else {}
+    return body, status, {**(headers or {}), **more}
+
+
+def _prefix() -> str:
+    """The prefix of the request's path that has a form of its own; else empty."""
+    return next((prefix for prefix in _FORMS if request.path.startswith(f"{prefix}/")), "")
+
+
+def _plain(detail: str, kind: str, status: int) -> dict[str, Any]:
+    return {"detail": detail, "error": kind}
+
+
+def _openai(detail: str, kind: str, status: int) -> dict[str, Any]:
+    where = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": detail, "type": where, "param": None, "code": _OPENAI_CODES.get(kind)}}
+
+
+def _anthropic(detail: str, kind: str, status: int) -> dict[str, Any]:
+    where = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    error = {"type": where, "message": detail}
+    return {"type": "error", "error": error, "request_id": new_request_id()}
+
+
+def new_request_id() -> str:
+    """A random id, by which a client's error is found in the log."""
+    return f"req_{uuid.uuid4().hex}"
+
+
+_FORMS = {OPENAI: _openai, ANTHROPIC: _anthropic}
 
 
 def _request_error(error: RequestError) -> Answer:
@@ -117,8 +160,10 @@ def _state_server(error: redis.RedisError) -> Answer | HTTPException:
 def _unexpected(error: Exception) -> Answer | HTTPException:
     if isinstance(error, HTTPException):
         return error
-    log.error("unexpected error", exc_info=error)
-    return _answer("the server failed unexpectedly; its log has the cause", "InternalServerError", 500)
+    body, status, headers = _answer("the server failed unexpectedly; its log has the cause", "InternalServerError", 500)
+    named = {"request_id": body["request_id"]} if "request_id" in body else None
+    log.error("unexpected error", exc_info=error, extra=named)
+    return body, status, headers
 
 
 def _complaints(messages: Any, value: Any, path: str = "") -> Iterator[str]:

@@ -129,6 +129,25 @@ CHAT = Example(
     },
     _completed("chat.completion", "chatcmpl", 27, {"message": {"role": "assistant", "content": "Rome."}}),
 )
+_CONVERSATION = {
+    "model": BASE_MODEL,
+    "system": "Answer in one word.",
+    "messages": [{"role": "user", "content": "What is the capital of Italy?"}],
+}
+MESSAGE = Example(
+    {**_CONVERSATION, "max_tokens": 32, "temperature": 0.7},
+    {
+        "id": f"msg_{SESSION_ID}:sample:1003342605890455473:0",
+        "type": "message",
+        "role": "assistant",
+        "model": BASE_MODEL,
+        "content": [{"type": "text", "text": "Rome."}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {"input_tokens": 27, "output_tokens": 3},
+    },
+)
+COUNT = Example(_CONVERSATION, {"input_tokens": 27})
 COMPLETION = Example(
     {"model": BASE_MODEL, "prompt": "The capital of Italy is", "max_tokens": 8, "temperature": 0.7},
     _completed("text_completion", "cmpl", 5, {"text": " Rome."}),

@@ -34,7 +34,8 @@ from tests.unit.app.conftest import BASE, KEY, Api, add_worker
 REQUESTS = int(os.environ.get("TINSMITH_FUZZ_REQUESTS", "600"))
 """The number that all parts send together; `make fuzz` sends 20,000."""
 _RENEW_EVERY = 100
-_OPENAI = "/oai/"
+_NESTED = ("/oai/", "/anthropic/")
+"""Prefixes of the routes whose errors have their message inside."""
 
 
 def examples(share: float) -> settings:
@@ -155,7 +156,7 @@ def _scores(asked: Any) -> np.ndarray | None:
 
 
 def _complaint(body: Any, path: str) -> str:
-    if path.startswith(_OPENAI):
+    if path.startswith(_NESTED):
         return str(body["error"]["message"])
     assert set(body) == {"detail", "error"}
     return str(body["detail"])

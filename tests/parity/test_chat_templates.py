@@ -46,20 +46,34 @@ MESSAGES: list[dict[str, Any]] = [
 ]
 
 
+def transformers_tokenizer(folder: Path, case: str) -> PreTrainedTokenizerFast:
+    """transformers' tokenizer with this template, saved in the folder."""
+    byte_tokenizer(folder, TEMPLATES[case])
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token=END, bos_token=BEGIN)
+    theirs.chat_template = TEMPLATES[case]
+    theirs.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
 @pytest.mark.parametrize("case", TEMPLATES)
 def test_a_chat_has_the_tokens_that_transformers_gives_it(tmp_path: Path, case: str, tools: list[dict] | None):
-    byte_tokenizer(tmp_path, TEMPLATES[case])
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token=END, bos_token=BEGIN)
-    theirs.chat_template = TEMPLATES[case]
-    theirs.save_pretrained(tmp_path)
-    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+    expected = transformers_tokenizer(tmp_path, case).apply_chat_template(
         MESSAGES, tools=tools, add_generation_prompt=True, return_dict=False
     )
     arguments = {"function": {"name": "f", "arguments": '{"x": "é"}'}}
     asked = [{**message, "content": message["content"] or None} for message in MESSAGES]
     asked[2] = {**asked[2], "tool_calls": [arguments]}
     found = read(str(tmp_path)).encode_chat(for_template(asked), tools or [])
+    assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("case", ["plain", "with tools"])
+def test_the_beginning_of_an_answer_has_the_tokens_that_transformers_gives_it(tmp_path: Path, case: str):
+    theirs = transformers_tokenizer(tmp_path, case)
+    begun = [*MESSAGES, {"role": "assistant", "content": '{"x": '}]
+    expected = theirs.apply_chat_template(begun, continue_final_message=True, return_dict=False)
+    found = read(str(tmp_path)).encode_chat(for_template(MESSAGES), [], prefill='{"x": ')
     assert found.tolist() == expected
 
 

@@ -14,13 +14,14 @@ import pytest
 import redis
 from werkzeug.test import TestResponse
 
+from app.api import errors
 from app.stores.redis.client import connect
 from app.web import PUBLIC
 from tests.fuzz.test_odd_values import BATCH, bodies
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import API, BASE, KEY, Api
 
-OPENAI = "/oai/api/v1"
+OPENAI, ANTHROPIC = "/oai/api/v1", "/anthropic/v1"
 OF_CONNECTIONS = {"HELLO", "CLIENT", "PING"}
 """Commands by which a client opens a connection."""
 NO_IDS = {
@@ -31,6 +32,7 @@ NO_IDS = {
     "POST /api/v1/telemetry",
     "GET /api/v1/get_server_capabilities",
     "GET /oai/api/v1/models",
+    "GET /anthropic/v1/models",
     "GET /api/v1/training_runs",
     "GET /api/v1/checkpoints",
     "GET /api/v1/sessions",
@@ -46,6 +48,12 @@ NO_IDS = {
     "GET /api/v1/billing/usage/checkpoints/current",
 }
 """They take no id, or none that is looked up; what they list is the caller's own."""
+
+
+@pytest.fixture(autouse=True)
+def equal_request_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anthropic's clients get a random id with each error; it says nothing of what was asked."""
+    monkeypatch.setattr(errors, "new_request_id", lambda: "req_1")
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ def calls(api: Api) -> dict[str, Call]:
     creation = {"session_id": session, "model_seq_id": 8, "path": made["load_weights"]["path"]}
     target = {"target": {"sampling_session_id": sampler}, "timeout": 0}
     sampled = {"model": save_checkpoint(api, model, "sampler_weights")}
+    chat = {**sampled, "messages": [{"role": "user", "content": "a"}]}
     loss = api.post("create_custom_loss", made["create_custom_loss"]).json["request_id"]
     custom = copy.deepcopy(made["forward_backward"])
     custom["forward_backward_input"] |= {"loss_fn": "custom", "loss_fn_config": {"loss_id": loss}}
@@ -101,7 +110,10 @@ def calls(api: Api) -> dict[str, Call]:
         f"GET {checkpoint}/external_weights_urls": Call(None, of_checkpoint),
         f"GET {OPENAI}/models/<path:model>": Call(None, {"path:model": sampled["model"]}),
         f"POST {OPENAI}/completions": Call({**sampled, "prompt": "a"}, {}),
-        f"POST {OPENAI}/chat/completions": Call({**sampled, "messages": [{"role": "user", "content": "a"}]}, {}),
+        f"POST {OPENAI}/chat/completions": Call(chat, {}),
+        f"GET {ANTHROPIC}/models/<path:model>": Call(None, {"path:model": sampled["model"]}),
+        f"POST {ANTHROPIC}/messages": Call({**chat, "max_tokens": 5}, {}),
+        f"POST {ANTHROPIC}/messages/count_tokens": Call(chat, {}),
     }
 
 
@@ -269,5 +281,5 @@ def path_of(label: str, names: dict[str, str]) -> str:
     path = label.partition("#")[0].split()[1]
     for name, value in names.items():
         path = path.replace(f"<{name}>", value)
-    assert path.startswith((API, OPENAI))
+    assert path.startswith((API, OPENAI, ANTHROPIC))
     return path

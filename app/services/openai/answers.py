@@ -261,9 +261,11 @@ def _call(text: str) -> ToolCall | None:
         return None
     try:
         found = json.loads(text.removeprefix(_OPEN))
+        if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+            return None
+        arguments = found.get("arguments", {})
+        # Python reads NaN and numbers beyond a double's range, which are no JSON.
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    arguments = found.get("arguments", {})
-    return ToolCall(found["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    return ToolCall(found["name"], written) if isinstance(arguments, dict) else None

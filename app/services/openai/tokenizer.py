@@ -64,7 +64,7 @@ class BaseTokenizer:
         its template refuses the messages."""
         template = self._templates.get(self._which(tools))
         if template is None:
-            raise BadRequest("this model has no chat template: use /completions")
+            raise BadRequest("this model has no chat template: complete a text with OpenAI's /completions instead")
         text = render(template, messages, tools or None, self._special)
         return self._ids(text + prefill, context, special=False)
 

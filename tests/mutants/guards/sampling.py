@@ -259,6 +259,13 @@ MUTANTS = (
         f"{_OPENAI}/test_generation.py::test_a_stop_string_is_cut_and_no_part_of_it_shown_before",
     ),
     Mutant(
+        "anthropic: arguments of a call that are not JSON would break the JSON of the answer",
+        "app/services/openai/answers.py",
+        ", allow_nan=False",
+        "",
+        f"{_OPENAI}/test_answers.py::test_what_is_no_call_stays_text",
+    ),
+    Mutant(
         "openai: an outage is waited for",
         "app/services/openai/streaming.py",
         "if not is_outage(error):\n                raise\n            time",

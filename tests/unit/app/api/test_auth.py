@@ -5,6 +5,7 @@ import pytest
 from tests.logs import everything_logged
 from tests.unit.app.conftest import API, KEY, Api, batch
 
+COUNT = "/anthropic/v1/messages/count_tokens"
 UPLOADED = "/api/v1/uploads/<int:most_bytes>/<path:key>"
 HUB = {
     "/<path:repo_id>/resolve/<revision>/<path:name>",
@@ -30,6 +31,8 @@ PUBLIC = {
 
 # Its pages have a login, and tests of their own: tests/unit/app/console/test_pages.py.
 CONSOLE = "/console/"
+# Other clients read other formats of errors.
+FORMS = {"oai": {"error"}, "anthropic": {"type", "error", "request_id"}}
 
 # No request to them changes a resource of a project.
 READING = {
@@ -59,8 +62,7 @@ def test_every_route_but_the_public_ones_wants_a_key(api: Api) -> None:
         method = min((rule.methods or set()) - {"HEAD", "OPTIONS"})
         answer = api.client.open(path, method=method, json={})
         assert (rule.rule, answer.status_code) == (rule.rule, 401)
-        # OpenAI's clients read a different error format.
-        assert set(answer.json) == ({"error"} if path.startswith("/oai/") else {"detail", "error"})
+        assert set(answer.json) == FORMS.get(path.split("/")[1], {"detail", "error"})
         tried += 1
     assert tried >= 20
 
@@ -73,7 +75,7 @@ def test_every_route_that_is_no_plain_read_says_which_scope_it_takes(api: Api) -
         and not rule.rule.startswith(CONSOLE)
         and not hasattr(api.client.application.view_functions[rule.endpoint], "scopes")
     }
-    assert undeclared == READING | {UPLOADED}, (
+    assert undeclared == READING | {UPLOADED, COUNT}, (
         "put @needs(scope) below the route, or add a route that changes nothing to READING"
     )
 

@@ -39,8 +39,9 @@ ELSEWHERE = {
     "PUT /api/v1/sessions/<session_id>/project",
     "POST /oai/api/v1/completions",
     "POST /oai/api/v1/chat/completions",
+    "POST /anthropic/v1/messages",
 }
-"""It has tests of its own, below; OpenAI's need a tokenizer, and admit their samples as `asample` does."""
+"""It has tests of its own, below. The calls of other clients need a tokenizer, and are admitted as `asample` is."""
 # The bucket does not refill noticeably while a test runs.
 HOURS = 0.0001
 

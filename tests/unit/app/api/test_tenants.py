@@ -19,6 +19,7 @@ from app.suspension import SUSPENSION, Suspension
 from tests.unit.app.conftest import API, BASE, Api
 from tests.unit.app.tenant import SAMPLED, Tenant
 
+SAID = {"role": "user", "content": "x"}
 GRAPH = {"name": "x", "inputs": [], "graph": {}}
 # Every route that takes a scope, as it is called on the resources of `Tenant`: the body, or None for none.
 CHANGES: dict[tuple[str, str], dict[str, Any] | None] = {
@@ -54,7 +55,8 @@ CHANGES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("PUT", "sessions/{session}/project"): {"project_id": "{project}"},
     ("DELETE", "training_runs/{model}/checkpoints/weights/a"): None,
     ("POST", "/oai/api/v1/completions"): {"model": BASE, "prompt": [1]},
-    ("POST", "/oai/api/v1/chat/completions"): {"model": BASE, "messages": [{"role": "user", "content": "x"}]},
+    ("POST", "/oai/api/v1/chat/completions"): {"model": BASE, "messages": [SAID]},
+    ("POST", "/anthropic/v1/messages"): {"model": BASE, "max_tokens": 1, "messages": [SAID]},
 }
 READS: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "get_info"): {"model_id": "{model}"},

@@ -19,6 +19,7 @@ from app.wire.results import encode_sample
 
 CAPACITY = 3
 CONTEXT = 512
+MAX_BODY_BYTES = 2**20
 Answer = Callable[[str, SampleRequest], SampleOutput | Result | None]
 
 

@@ -26,6 +26,8 @@ NO_CALLS = {
     "one of two": f"{CALL}<tool_call>?</tool_call>",
     "a list": "<tool_call>[]</tool_call>",
     "a second begin": f"<tool_call>{CALL}",
+    "no number of JSON": '<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>',
+    "a number beyond all": '<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>',
     "too deep": f'<tool_call>{{"name": "a", "arguments": {"[" * 100_000}}}</tool_call>',
     # With quadratic time, let alone cubic, these would not end.
     "no end of lines": "<tool_call>" + "\n" * 1_000_000,

@@ -1,0 +1,129 @@
+"""Requests of the Messages API in OpenAI's form, which chat templates take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from app.errors import BadRequest
+from app.services.openai.requests import Chat, Sampling
+
+
+class Block(NamedTuple):
+    """A block of content, and its place in the request."""
+
+    place: str
+    fields: Any
+
+    @property
+    def kind(self) -> str:
+        return str(self.fields.get("type") if isinstance(self.fields, Mapping) else type(self.fields).__name__)
+
+
+def chat_of(asked: Mapping[str, Any]) -> Chat:
+    """The conversation of a request. Turns of one role that follow each other are one turn, and a last turn of the
+    assistant is the beginning of the answer. Raises BadRequest for a block that is not supported, and names it."""
+    turns = _turns(asked["messages"])
+    prefill = _joined(turns.pop()[1]) if turns[-1][0] == "assistant" else ""
+    messages = _system(_blocks(asked["system"], "system")) if asked["system"] else []
+    for role, blocks in turns:
+        messages += _FORMS[role](blocks)
+    choice = asked["tool_choice"]
+    tools = [] if choice["type"] == "none" else [_tool(tool) for tool in asked["tools"]]
+    return Chat(asked["model"], messages, tools, not choice["disable_parallel_tool_use"], prefill)
+
+
+def sampling_of(asked: Mapping[str, Any]) -> Sampling:
+    """The sampling parameters of a request."""
+    return Sampling(
+        max_tokens=asked["max_tokens"],
+        temperature=asked["temperature"],
+        top_p=asked["top_p"],
+        top_k=asked["top_k"],
+        stream=asked["stream"],
+        stop=asked["stop_sequences"],
+        seed=asked["seed"],
+    )
+
+
+def _turns(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Block]]]:
+    """(role, blocks) of each turn."""
+    found = [
+        (message["role"], block)
+        for place, message in enumerate(messages)
+        for block in _blocks(message["content"], f"messages.{place}.content")
+    ]
+    return [(role, [block for _, block in turn]) for role, turn in groupby(found, key=itemgetter(0))]
+
+
+def _blocks(content: Any, place: str) -> list[Block]:
+    if isinstance(content, str):
+        return [Block(place, {"type": "text", "text": content})]
+    if not isinstance(content, list) or not content:
+        raise BadRequest(f"{place} must be a text or a list of at least one block")
+    return [Block(f"{place}.{index}", fields) for index, fields in enumerate(content)]
+
+
+def _system(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+    return [_plain("system", blocks)]
+
+
+def _user(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+    """Each tool result is a message of its own."""
+    messages: list[dict[str, Any]] = []
+    for is_result, found in groupby(blocks, key=lambda block: block.kind == "tool_result"):
+        part = list(found)
+        messages += [_result(block) for block in part] if is_result else [_plain("user", part)]
+    return messages
+
+
+def _assistant(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+    calls = [_call(block) for block in blocks if block.kind == "tool_use"]
+    message = _plain("assistant", (block for block in blocks if block.kind != "tool_use"))
+    return [{**message, "tool_calls": calls} if calls else message]
+
+
+_FORMS = {"system": _system, "user": _user, "assistant": _assistant}
+
+
+def _plain(role: str, blocks: Iterable[Block]) -> dict[str, Any]:
+    return {"role": role, "content": _joined(blocks)}
+
+
+def _joined(blocks: Iterable[Block]) -> str:
+    return "\n".join(_text(block) for block in blocks)
+
+
+def _text(block: Block) -> str:
+    if block.kind != "text":
+        raise BadRequest(
+            f"{block.place} is of type {block.kind[:40]!r}; only text is supported here (and tool_use in turns of the "
+            "assistant before the last one, tool_result in turns of the user)"
+        )
+    text: str = _field(block, "text", str)
+    return text
+
+
+def _call(block: Block) -> dict[str, Any]:
+    function = {"name": _field(block, "name", str), "arguments": _field(block, "input", dict)}
+    return {"id": _field(block, "id", str), "type": "function", "function": function}
+
+
+def _result(block: Block) -> dict[str, Any]:
+    content = block.fields.get("content") or ""
+    text = _joined(_blocks(content, f"{block.place}.content"))
+    return {"role": "tool", "tool_call_id": _field(block, "tool_use_id", str), "content": text}
+
+
+def _field(block: Block, name: str, kind: type) -> Any:
+    value = block.fields.get(name)
+    if not isinstance(value, kind):
+        raise BadRequest(f"{block.place}.{name} must be {'an object' if kind is dict else 'a string'}")
+    return value
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    described = {"description": tool["description"]} if tool["description"] else {}
+    return {"type": "function", "function": {"name": tool["name"], **described, "parameters": tool["input_schema"]}}

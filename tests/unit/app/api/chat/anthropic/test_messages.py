@@ -1,0 +1,159 @@
+"""Anthropic's messages, their tools, and the tokens that are counted without an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.domain.sampling import SampleRequest
+from app.errors import Unavailable
+from tests.logs import everything_logged
+from tests.unit.app.api.chat.anthropic.caller import ASK, CALL, TOOL, URL, Anthropic
+from tests.unit.app.conftest import BASE, KEY
+
+ASSISTANT = "<|im_start|>assistant\n"
+
+
+def test_a_message_is_answered_by_the_models_template(anthropic: Anthropic):
+    anthropic.standin.says("hello")
+    answer = anthropic.message(system="be short")
+    assert anthropic.prompt() == f"<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n{ASSISTANT}"
+    usage = {"input_tokens": len(anthropic.standin.seen[0].prompt), "output_tokens": len("hello") + 1}
+    assert answer.pop("id").startswith("msg_")
+    assert answer == {
+        "type": "message",
+        "role": "assistant",
+        "model": BASE,
+        "content": [{"type": "text", "text": "hello"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": usage,
+    }
+
+
+def test_parameters_of_sampling_reach_the_sampler(anthropic: Anthropic):
+    anthropic.standin.says("hello")
+    asked = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "seed": 3, "stop_sequences": ["x", "y"]}
+    anthropic.message(**asked)
+    anthropic.message(**dict.fromkeys(asked))
+    given, left_out = anthropic.standin.seen
+    assert (given.temperature, given.top_p, given.top_k, given.seed) == (0.5, 0.25, 7, 3)
+    assert (given.stop_strings, given.max_tokens, given.num_samples, given.stream) == (("x", "y"), 20, 1, False)
+    assert (left_out.temperature, left_out.top_p, left_out.top_k, left_out.stop_strings) == (1.0, 1.0, -1, ())
+
+
+@pytest.mark.parametrize(
+    ("said", "stopped", "reason", "sequence", "shown"),
+    [
+        ("one two", True, "end_turn", None, "one two"),
+        ("one two", False, "max_tokens", None, "one two"),
+        ("one END", False, "stop_sequence", "END", "one "),
+    ],
+)
+def test_an_answer_says_why_it_ends(
+    anthropic: Anthropic, said: str, stopped: bool, reason: str, sequence: str | None, shown: str
+):
+    anthropic.standin.says(said, stopped=stopped)
+    answer = anthropic.message(stop_sequences=["never", "END"])
+    assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, sequence)
+    assert answer["content"] == [{"type": "text", "text": shown}]
+
+
+def test_a_tools_call_is_a_block(anthropic: Anthropic):
+    anthropic.standin.says(f"Let me see.{CALL}")
+    answer = anthropic.message(tools=[TOOL])
+    text, call = answer["content"]
+    assert text == {"type": "text", "text": "Let me see."}
+    assert call.pop("id").startswith("toolu_")
+    assert call == {"type": "tool_use", "name": "weather", "input": {"town": "Ulm"}}
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("tool_use", None)
+    assert '"description": "its forecast", "parameters": {"type": "object"}' in anthropic.prompt()
+
+
+def test_calls_alone_have_no_text_before_them(anthropic: Anthropic):
+    anthropic.standin.says(f"\n{CALL}{CALL}")
+    blocks = anthropic.message(tools=[TOOL])["content"]
+    assert [block["type"] for block in blocks] == ["tool_use", "tool_use"]
+    assert blocks[0]["id"] != blocks[1]["id"]
+
+
+@pytest.mark.parametrize(("disabled", "count"), [(True, 1), (False, 2)])
+def test_one_call_alone_may_be_asked_for(anthropic: Anthropic, disabled: bool, count: int):
+    anthropic.standin.says(CALL * 2)
+    choice = {"type": "auto", "disable_parallel_tool_use": disabled}
+    assert len(anthropic.message(tools=[TOOL], tool_choice=choice)["content"]) == count
+
+
+def test_with_the_choice_none_no_tool_is_offered_and_a_call_is_text(anthropic: Anthropic):
+    anthropic.standin.says(CALL)
+    answer = anthropic.message(tools=[TOOL], tool_choice={"type": "none"})
+    assert (answer["content"], answer["stop_reason"]) == ([{"type": "text", "text": CALL}], "end_turn")
+    assert "weather" not in anthropic.prompt()
+
+
+def test_an_answer_goes_on_after_the_assistants_last_turn(anthropic: Anthropic):
+    anthropic.standin.says("1}")
+    answer = anthropic.message(messages=[*ASK, {"role": "assistant", "content": '{"x": '}])
+    assert anthropic.prompt() == f'<|im_start|>user\nhi<|im_end|>\n{ASSISTANT}{{"x": '
+    assert answer["content"][0]["text"] == "1}"
+
+
+USED = {"type": "tool_use", "id": "a", "name": "weather", "input": {"town": "Ulm"}}
+TALK: dict[str, Any] = {
+    "system": "be short",
+    "tools": [TOOL],
+    "messages": [
+        *ASK,
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "a", "name": "weather", "input": {"town": "Ulm"}}],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "sun"}]},
+    ],
+}
+
+
+def test_a_talk_with_calls_and_results_is_the_templates(anthropic: Anthropic):
+    anthropic.standin.says("sun")
+    anthropic.message(**TALK)
+    _, talk = anthropic.prompt().split("be short<|im_end|>\n")
+    assert talk == (
+        f"<|im_start|>user\nhi<|im_end|>\n{ASSISTANT}{CALL}<|im_end|>\n<|im_start|>tool\nsun<|im_end|>\n{ASSISTANT}"
+    )
+
+
+@pytest.mark.parametrize("asked", [{}, TALK, {"thinking": {"type": "disabled"}, "tool_choice": {"type": "none"}}])
+def test_tokens_are_counted_as_an_answers_usage_counts_them(anthropic: Anthropic, asked: dict[str, Any]):
+    anthropic.standin.says("hello")
+    counted = anthropic.post("messages/count_tokens", **asked)
+    assert counted.status_code == 200, counted.text
+    assert anthropic.standin.seen == [], "nothing is sampled"
+    assert counted.json == {"input_tokens": anthropic.message(**asked)["usage"]["input_tokens"]}
+
+
+@pytest.mark.parametrize("headers", [{"X-API-Key": KEY}, {"Authorization": f"Bearer {KEY}"}])
+def test_both_headers_of_anthropics_clients_hold_a_key(anthropic: Anthropic, headers: dict[str, str]):
+    body = {"model": BASE, "messages": ASK}
+    answer = anthropic.api.client.post(f"{URL}/messages/count_tokens?beta=true", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_failure_of_the_server_is_found_in_its_log_by_the_answers_id(
+    anthropic: Anthropic, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(anthropic.api.services.openai, "count", None)
+    with everything_logged() as stream:
+        answer = anthropic.post("messages/count_tokens")
+    assert (answer.status_code, answer.json["error"]["type"]) == (500, "api_error")
+    assert answer.json["request_id"] in stream.getvalue()
+
+
+def test_an_outage_passes_and_is_named_so(anthropic: Anthropic, monkeypatch: pytest.MonkeyPatch):
+    def away(*_: Any) -> SampleRequest:
+        raise Unavailable("away")
+
+    monkeypatch.setattr(anthropic.api.services.openai, "count", away)
+    answer = anthropic.post("messages/count_tokens")
+    assert (answer.status_code, answer.json["error"]["type"]) == (503, "overloaded_error")
+    assert "Retry-After" in answer.headers
