@@ -12,7 +12,7 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.wrappers import Response as AnyResponse
 
 from app.api.base import current_caller, needs, services
-from app.console import account, charts, login
+from app.console import account, charts, login, playground
 from app.domain.curves import curves, steps
 from app.domain.progress import Progress
 from app.errors import RequestError
@@ -22,6 +22,7 @@ from app.services.views import Page
 blueprint = Blueprint("console", __name__, url_prefix="/console", template_folder="templates", static_folder="static")
 login.add(blueprint)
 account.add(blueprint)
+playground.add(blueprint)
 
 _PAGE_RUNS, _PAGE_CHECKPOINTS, _MOST_CALLS = 25, 50, 100
 _MOST_POINTS = 1000

@@ -157,6 +157,24 @@ def test_a_checkpoint_is_published_and_deleted_with_a_second_press(
     expect(page.get_by_text(path)).to_have_count(0)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("size", SIZES)
+def test_an_adapter_is_sampled_beside_its_base_model(
+    opened: Opener, training: tinker.TrainingClient, size: str, scheme: str
+) -> None:
+    path = training.save_weights_for_sampler("played").result().path
+    page = opened(size, scheme)
+    page.get_by_role("link", name="Checkpoints", exact=True).click()
+    page.get_by_role("link", name=f"Sample: {path}").click()
+    page.get_by_label("Beside it").select_option(BASE)
+    page.get_by_label("Message", exact=True).fill("How do I sleep better?")
+    page.get_by_label("Length in tokens").fill("24")
+    page.get_by_role("button", name="Sample").click()
+    expect(page.locator(".answer")).to_have_count(2)
+    assert page.locator(".answer span").count() > 2
+    _check(page, "playground", size, scheme)
+
+
 def test_a_login_that_ended_is_asked_for_again(opened: Opener) -> None:
     page = opened()
     page.context.clear_cookies()

@@ -23,7 +23,7 @@ class Browser:
         )
         return self._seen(answer)
 
-    def post(self, form: str, **values: str) -> TestResponse:
+    def post(self, form: str, **values: str | list[str]) -> TestResponse:
         return self._seen(self._client.post(f"/console/{form}", data={"csrf_token": self._token, **values}))
 
     def log_in(self, key: str) -> TestResponse:

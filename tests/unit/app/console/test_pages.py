@@ -24,8 +24,9 @@ from tests.unit.app.conftest import KEY, OTHER_KEY, Api, batch
 from tests.unit.app.console.conftest import Browser
 from tests.unit.app.tenant import make_tenant
 
-PAGES = ["runs", "runs/x", "runs/x/curves.csv", "compare", "checkpoints", "queue", "account", "events"]
+PAGES = ["runs", "runs/x", "runs/x/curves.csv", "compare", "checkpoints", "queue", "account", "events", "playground"]
 FORMS = ["checkpoints/publish", "checkpoints/expiry", "checkpoints/delete"]
+ALL_FORMS = [*FORMS, "playground"]
 
 
 class Unreadable(io.RawIOBase):
@@ -73,14 +74,14 @@ def test_no_page_is_seen_without_a_login(api: Api, app: Flask, path: str) -> Non
     assert (answer.status_code, answer.headers["Location"]) == (302, "/console/login")
 
 
-@pytest.mark.parametrize("path", FORMS)
+@pytest.mark.parametrize("path", ALL_FORMS)
 def test_no_form_works_without_a_login(api: Api, app: Flask, path: str) -> None:
     browser = Browser(app)
     browser.get("login")
     assert browser.post(path, path="tinker://a/weights/b").headers["Location"] == "/console/login"
 
 
-@pytest.mark.parametrize("path", [*FORMS, "login", "logout"])
+@pytest.mark.parametrize("path", [*ALL_FORMS, "login", "logout"])
 def test_a_form_of_another_site_changes_nothing(browser: Callable[..., Browser], path: str) -> None:
     """Such a form carries no token of this site's pages."""
     logged_in = browser()
@@ -108,6 +109,7 @@ def test_every_route_that_changes_something_needs_the_scope_that_the_api_asks_fo
     }
     assert changing == {
         **{f"/console/{path}": ("manage",) for path in FORMS},
+        "/console/playground": ("sample",),
         "/console/login": (),
         "/console/logout": (),
     }

@@ -1,0 +1,122 @@
+"""The playground asks the chosen models one chat, and shows the probability of each token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from html import unescape
+from typing import Any
+
+import numpy as np
+import pytest
+from werkzeug.test import TestResponse
+
+from app.domain.sampling import SampledSequence, SampleOutput
+from tests.unit.app.api.chat.conftest import app, served  # noqa: F401
+from tests.unit.app.api.chat.standin import Standin
+from tests.unit.app.api.test_models import save_checkpoint
+from tests.unit.app.conftest import BASE, KEY, OTHER_KEY, Api
+from tests.unit.app.console.conftest import Browser
+
+Browsers = Callable[..., Browser]
+FORM = {"model": BASE, "prompt": "hi", "system": "", "temperature": "0.5", "max_tokens": "20", "seed": ""}
+
+
+@pytest.fixture
+def browser(served: tuple[Api, Standin], app: Any) -> Browsers:  # noqa: F811
+    def made(key: str = KEY) -> Browser:
+        browser = Browser(app)
+        assert browser.log_in(key).status_code == 302
+        browser.get("playground")
+        return browser
+
+    return made
+
+
+def tokens(answer: TestResponse) -> list[list[tuple[str, str, str]]]:
+    """(shade, probability, text) of the tokens of each answer."""
+    found = re.findall(r'<p class="answer">(.*?)</p>', answer.text, re.DOTALL)
+    return [re.findall(r'<span class="shade(.)" title="(.*?)">(.*?)</span>', one, re.DOTALL) for one in found]
+
+
+def texts(answer: TestResponse) -> list[str]:
+    return [unescape("".join(text for _, _, text in one)) for one in tokens(answer)]
+
+
+def likely(standin: Standin, text: str, probabilities: list[float]) -> None:
+    """The stand-in answers with the text, each token of which has such a probability."""
+    drawn = np.array(standin.tokenizer.encode(text), np.int32)
+    logprobs = np.log(np.array(probabilities, np.float32))
+    standin.answer = lambda *_: SampleOutput((SampledSequence(drawn, logprobs, False),))
+
+
+def test_a_chat_is_answered_with_the_probability_of_each_token(
+    served: tuple[Api, Standin],  # noqa: F811
+    browser: Browsers,
+) -> None:
+    likely(served[1], "ab<", [0.9, 0.05, 0.5])
+    (found,) = tokens(browser().post("playground", **FORM))
+    assert found == [("4", "90.0%", "a"), ("1", "5.0%", "b"), ("3", "50.0%", "&lt;")]
+
+
+def test_two_models_are_asked_the_same(served: tuple[Api, Standin], browser: Browsers) -> None:  # noqa: F811
+    api, standin = served
+    standin.says("hello")
+    path = save_checkpoint(api, api.model(), "sampler_weights", prefix="models/x")
+    both: dict[str, str | list[str]] = {**FORM, "model": [BASE, path], "seed": "7"}
+    answer = browser().post("playground", **both)
+    assert texts(answer) == ["hello", "hello"]
+    one, other = standin.seen
+    assert (
+        (one.seed, one.temperature, one.max_tokens) == (other.seed, other.temperature, other.max_tokens) == (7, 0.5, 20)
+    )
+    assert re.findall(r"<h2>(.*?)</h2>", answer.text) == [BASE, path]
+
+
+def test_the_form_keeps_its_values(served: tuple[Api, Standin], browser: Browsers) -> None:  # noqa: F811
+    served[1].says("x")
+    page = browser().post("playground", **{**FORM, "prompt": "</textarea><b>", "system": "Be brief."}).text
+    assert ">&lt;/textarea&gt;&lt;b&gt;</textarea>" in page and ">Be brief.</textarea>" in page
+    assert f"<option selected>{BASE}</option>" in page
+
+
+def test_a_checkpoint_is_chosen_by_its_link(served: tuple[Api, Standin], browser: Browsers) -> None:  # noqa: F811
+    api, _ = served
+    path = save_checkpoint(api, api.model(), "sampler_weights", prefix="models/x")
+    logged_in = browser()
+    assert f'href="/console/playground?model={path}"' in unescape(logged_in.get("checkpoints").text).replace("%3A", ":")
+    assert f"<option selected>{path}</option>" in logged_in.get(f"playground?model={path}").text
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        ({"model": ""}, 400, "choose a model"),
+        ({"model": "org/none"}, 404, "org/none"),
+        ({"max_tokens": "513"}, 400, "1 to 512"),
+        ({"max_tokens": "x"}, 400, "a whole number"),
+        ({"temperature": "9"}, 400, "temperature"),
+        ({"seed": "-1"}, 400, "seed"),
+    ],
+)
+def test_a_wrong_form_is_refused_in_words_and_samples_nothing(
+    served: tuple[Api, Standin],  # noqa: F811
+    browser: Browsers,
+    change: dict[str, str],
+    status: int,
+    said: str,
+) -> None:
+    served[1].says("x")
+    answer = browser().post("playground", **{**FORM, **change})
+    assert answer.status_code == status and said in unescape(answer.text)
+    assert served[1].seen == []
+
+
+def test_a_model_of_others_is_not_sampled(served: tuple[Api, Standin], browser: Browsers) -> None:  # noqa: F811
+    api, standin = served
+    standin.says("x")
+    path = save_checkpoint(api, api.model(), "sampler_weights", prefix="models/x")
+    stranger = browser(OTHER_KEY)
+    assert path not in stranger.get("playground").text
+    assert stranger.post("playground", **{**FORM, "model": path}).status_code == 404
+    assert standin.seen == []
