@@ -51,7 +51,9 @@ class Reader:
 
 
 @pytest.fixture
-def reader(api: Api) -> Reader:
+def reader(api: Api, monkeypatch: pytest.MonkeyPatch) -> Reader:
+    # A snapshot of the queue that an earlier test took knows none of these calls.
+    monkeypatch.setattr("app.services.queue._STATE_SNAPSHOT_AGE_S", -1.0)
     for role in ("trainer", "sampler"):
         add_worker(api.services, role, CONTEXT)
     return Reader(api)
