@@ -17,6 +17,9 @@ from app.settings.gpus import for_each
 from workers.process import multinode
 from workers.process.startup import refuse, uncollected
 
+# A spin is a pause instruction, of some 140 cycles on current processors.
+_SPINS = "3000"
+
 
 def run_trainer() -> None:
     """`python -m workers.trainer --base NAME --name NAME [--copy N] [--full]`: starts a trainer of any number of ranks.
@@ -31,6 +34,7 @@ def run_trainer() -> None:
     _add_worker_options(parser)
     arguments = parser.parse_args()
     malloc.share_arenas()
+    spin_briefly()
     try:
         everything = settings.from_environment()
         base = _base_model(everything, arguments.base)
@@ -89,6 +93,7 @@ def run_sampler() -> None:
     _add_worker_options(parser)
     arguments = parser.parse_args()
     malloc.share_arenas()
+    spin_briefly()
     try:
         base = _base_model(settings.from_environment(), arguments.base)
         if arguments.full:
@@ -134,6 +139,17 @@ def bind_gpus(devices: Sequence[int]) -> None:
     """
     if devices:
         os.environ.update(CUDA_DEVICE_ORDER="PCI_BUS_ID", CUDA_VISIBLE_DEVICES=",".join(map(str, devices)))
+
+
+def spin_briefly() -> None:
+    """Makes the threads of an OpenMP loop wait for each other awake for 0.1 ms at most, and asleep after that.
+
+    libgomp lets them spin for 14 ms. Where a trainer and a sampler share cores, they spin for a thread that the other
+    process keeps from its core, so each holds up the other: a step of 1 s took 40 s and more (`make bench
+    BENCH=shared_cores`). libgomp reads the variable once, so this comes before torch is imported.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
 def run_worker(queue: str, node: str, pool: Sequence[str]) -> None:

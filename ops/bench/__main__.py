@@ -38,6 +38,7 @@ from ops.bench import (
     sampling,
     saves,
     scale,
+    shared_cores,
     snapshots,
     tenants,
 )
@@ -61,6 +62,7 @@ BENCHES: Mapping[str, Callable[[Path], Outcome]] = {
     "adapters": adapters.run,
     "first_token": first_token.run,
     "rl_loop": rl_loop.run,
+    "shared_cores": shared_cores.run,
     "handover": handover.run,
     "fairness": fairness.run,
     "scale": scale.run,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,22 @@ def run_worker(*_):
 cli.run_worker = run_worker
 cli.run_{kind}()
 """
-UNBOUND = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_") and name != "LOCAL_RANK"}
+# As ALONE; then libgomp prints its settings as it is loaded.
+LOADED = """
+import sys
+from workers import cli
+def run_worker(*_):
+    import torch
+    sys.exit()
+cli.run_worker = run_worker
+cli.run_{kind}()
+"""
+# tests/conftest.py sets a policy for OpenMP.
+UNBOUND = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("CUDA_", "OMP_WAIT_", "GOMP_")) and name != "LOCAL_RANK"
+}
 
 
 def worker(folder: Path, command: list[str], toml: str, *options: str, **environ: str) -> str:
@@ -61,7 +77,8 @@ def worker(folder: Path, command: list[str], toml: str, *options: str, **environ
     settings.write_text(f'[[base_models]]\nname = "tiny"\npath = "org/tiny"\n{toml}')
     environ = {**UNBOUND, "TINSMITH_SETTINGS": str(settings), "TINSMITH_REDIS_URL": "redis://127.0.0.1:1", **environ}
     command = [sys.executable, *command, "--base", "tiny", "--name", "worker-0", *options]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=300).stdout
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=300)
+    return ran.stderr if "OMP_DISPLAY_ENV" in environ else ran.stdout
 
 
 def test_launcher_and_ranks_see_the_named_gpus_in_their_order_and_a_rank_its_number(tmp_path: Path) -> None:
@@ -110,3 +127,16 @@ def test_threads_of_a_worker_share_a_few_arenas(kind: str, tmp_path: Path) -> No
     """Each keeps what its threads once needed. Without a limit there is one for each thread, up to eight a core."""
     printed = worker(tmp_path, ["-c", THREADS.format(kind=kind)], "", MALLOC_ARENA_TEST="64")
     assert printed.count("<heap nr=") == 2
+
+
+@pytest.mark.parametrize("kind", ["trainer", "sampler"])
+def test_threads_of_a_loop_do_not_spin_for_long_unless_the_user_wants_it(kind: str, tmp_path: Path) -> None:
+    """A trainer and a sampler that share cores would hold up each other."""
+
+    def spins(**environ: str) -> int:
+        shown = worker(tmp_path, ["-c", LOADED.format(kind=kind)], "", OMP_DISPLAY_ENV="VERBOSE", **environ)
+        return int(re.findall(r"GOMP_SPINCOUNT = '([0-9]+)'", shown)[0])
+
+    assert 0 < spins() < 10_000
+    assert spins(GOMP_SPINCOUNT="77") == 77
+    assert spins(OMP_WAIT_POLICY="active") > 10_000
