@@ -162,7 +162,7 @@ def test_a_checkpoint_is_published_and_deleted_with_a_second_press(
 def test_an_adapter_is_sampled_beside_its_base_model(
     opened: Opener, training: tinker.TrainingClient, size: str, scheme: str
 ) -> None:
-    path = training.save_weights_for_sampler("played").result().path
+    path = training.save_weights_for_sampler(f"{size}-{scheme}").result().path
     page = opened(size, scheme)
     page.get_by_role("link", name="Checkpoints", exact=True).click()
     page.get_by_role("link", name=f"Sample: {path}").click()
