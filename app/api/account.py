@@ -87,6 +87,8 @@ class _Limits(Schema):
     storage_bytes = fields.Integer(allow_none=True)
     concurrent_samples = fields.Integer(allow_none=True)
     weight = fields.Float()
+    checkpoint_ttl_s = fields.Integer(allow_none=True)
+    keep_checkpoints = fields.Integer(allow_none=True)
 
 
 class _Used(Schema):

@@ -46,6 +46,25 @@ class CheckpointPrefix:
         return cls(match["model"], match["kind"], match["name"], int(match["epoch"]), int(match["seq"]))
 
 
+OWNER, PROJECT = "owner", "project"
+
+
+@dataclass(frozen=True, slots=True)
+class Expiry:
+    """The end of a checkpoint: `at` (unix s), or None to keep it for ever. `by` is who chose it: OWNER, PROJECT (its
+    checkpoint_ttl_s), or empty, where an `at` was given with the save."""
+
+    at: float | None = None
+    by: str = ""
+
+    @classmethod
+    def of(cls, now: float, ttl_s: int | None, project_ttl_s: int | None) -> Expiry:
+        """The expiry of a checkpoint that is made `now` with its own TTL, if it has one, or else its project's."""
+        if ttl_s is not None:
+            return cls(now + ttl_s)
+        return cls() if project_ttl_s is None else cls(now + project_ttl_s, PROJECT)
+
+
 @dataclass(frozen=True, slots=True)
 class FileEntry:
     size: int
@@ -58,8 +77,8 @@ class Manifest:
 
     `path` is its tinker:// address (empty for a snapshot or an ephemeral sampler adapter). `generation` distinguishes
     an overwritten checkpoint from its successor. `seq` and `epoch` are those of the model at the time of writing.
-    `lora` is None when it holds all of a model's weights. `expires_at` (unix s) and `public` are the values at the
-    save; a later change is stored beside the manifest (see app/stores/objects/notes.py).
+    `lora` is None when it holds all of a model's weights. `expires_at` and `expiry_by` (as in Expiry) and `public` are
+    the values at the save; a later change is stored beside the manifest (see app/stores/objects/notes.py).
     """
 
     path: str
@@ -80,6 +99,7 @@ class Manifest:
     critic: bool = False
     public: bool = False
     schema_version: int = SCHEMA_VERSION
+    expiry_by: str = ""
 
     @property
     def size(self) -> int:
@@ -87,7 +107,10 @@ class Manifest:
         return sum(entry.size for entry in self.files.values())
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
+        fields = asdict(self)
+        if not self.expiry_by:
+            del fields["expiry_by"]  # earlier versions do not know it
+        return json.dumps(fields, indent=1, sort_keys=True).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:

@@ -1,4 +1,4 @@
-"""The limits of one project or one API key."""
+"""The limits of one project or one API key, and how long a project keeps checkpoints."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any, ClassVar, Self
 
 Changes = Mapping[str, float | None]
 """New values of some limits, by name; None removes a limit."""
-COUNTS = ("live_models", "live_sessions", "storage_bytes", "concurrent_samples")
+SHORTEST_TTL_S, LONGEST_TTL_S = 3600, 10 * 365 * 24 * 3600
+RETENTION = ("checkpoint_ttl_s", "keep_checkpoints")
+COUNTS = ("live_models", "live_sessions", "storage_bytes", "concurrent_samples", *RETENTION)
 """The limits that are whole numbers."""
+UNCHARGED = ("weight", *RETENTION)
+"""The limits that refuse no call. Those of a key are ignored."""
 _MAY_BE_0 = ("live_models", "live_sessions", "storage_bytes")
 _WEIGHTS = (0.001, 1000.0)
 
@@ -38,6 +42,16 @@ class Limits:
         "weight of a project when several projects want the same workers, from 0.001 to 1,000; a key's weight is "
         "ignored",
     )
+    checkpoint_ttl_s: int | None = _described(
+        None,
+        "seconds that a project keeps a checkpoint whose save or copy gave no TTL, from 3,600 (an hour) to 315,360,000 "
+        "(ten years); a key's is ignored",
+    )
+    keep_checkpoints: int | None = _described(
+        None,
+        "how many checkpoints of each kind a run of the project keeps, the newest ones. Published ones, and those "
+        "whose owner set a TTL, stay and do not count; a key's is ignored",
+    )
 
     def __post_init__(self) -> None:
         for name, value in ((each.name, getattr(self, each.name)) for each in fields(self)):
@@ -45,6 +59,10 @@ class Limits:
                 continue
             if value is None or not 0 <= value < inf or (value == 0 and name not in _MAY_BE_0):
                 raise ValueError(f"{name} is {value}: give a number {'from' if name in _MAY_BE_0 else 'above'} 0")
+        if not SHORTEST_TTL_S <= (self.checkpoint_ttl_s or SHORTEST_TTL_S) <= LONGEST_TTL_S:
+            raise ValueError(
+                f"checkpoint_ttl_s is {self.checkpoint_ttl_s}: give a number from {SHORTEST_TTL_S} to {LONGEST_TTL_S}"
+            )
         least, most = _WEIGHTS
         if not least <= self.weight <= most:
             raise ValueError(f"weight is {self.weight}: give a number from {least} to {most:.0f}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from app.domain.checkpoints import OWNER, PROJECT
+
 READS_IMAGES = "reads_images"
 """The part of a worker's description that says so. It is not in its `info`, because API processes of earlier versions
 know every field there."""
@@ -137,6 +139,8 @@ class Checkpoint:
     """Everybody with an API key may read the checkpoint."""
     key: str = ""
     """The id of the API key that created the checkpoint or its run; empty if it is unknown."""
+    expiry_by: str = ""
+    """Who chose `expires_at`, as in Expiry."""
 
     @property
     def full(self) -> bool:
@@ -152,6 +156,11 @@ class Checkpoint:
     def encrypted(self) -> bool:
         """True when its files are encrypted for a key that this server never saw."""
         return any(name.endswith(ENCRYPTED) for name in self.files)
+
+    @property
+    def counts(self) -> bool:
+        """True when it counts for its project's keep_checkpoints: it is not published, and its owner chose no TTL."""
+        return not self.public and self.expiry_by != OWNER and (self.expires_at is None or self.expiry_by == PROJECT)
 
     def is_expired(self, now: float) -> bool:
         """True when the checkpoint has expired at `now`, read from the state server's clock."""

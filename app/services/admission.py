@@ -218,6 +218,10 @@ class LimitsOf:
         """The project as the only payer."""
         return Payer(PROJECT, project, self.project(project))
 
+    def checkpoint_ttl_s(self, project: str) -> int | None:
+        """The TTL of the project's checkpoints that get none of their own."""
+        return self.project(project).checkpoint_ttl_s
+
     def _cached(self, cls: type[A], id_: str, default: Limits) -> Limits:
         until, limits = self._found.get((cls.namespace, id_), (0.0, default))
         if time.monotonic() >= until:
@@ -270,6 +274,10 @@ class QuotaService:
             key, limits=key.limits.changed(dict.fromkeys(("live_models", "live_sessions", "storage_bytes")))
         )
         self._quotas.take(Charge((payer, rates), sessions=sessions, models=models, stores=size > 0, stored=size))
+
+    def checkpoint_ttl_s(self, project: str) -> int | None:
+        """As in LimitsOf."""
+        return self._limits.checkpoint_ttl_s(project)
 
     def most_samples(self, caller: Caller, most: int) -> int:
         """The number of samples that a client should have in flight, at most `most`, the server's capacity."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from app import ids
 from app.domain.accounts import Caller
-from app.domain.checkpoints import MANIFEST, CheckpointPrefix, Manifest
+from app.domain.checkpoints import MANIFEST, OWNER, CheckpointPrefix, Expiry, Manifest
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound, Unavailable
 from app.services.admission import QuotaService
@@ -76,8 +76,8 @@ class CheckpointService:
         return {"base_model": checkpoint.base_model, "is_lora": not checkpoint.full, **adapter}
 
     def set_ttl(self, path: ids.TinkerPath, caller: Caller, ttl_seconds: int | None) -> None:
-        """Sets the time to live, counted from now; None keeps the checkpoint for ever. Raises NotFound or
-        BadRequest."""
+        """Sets the time to live, counted from now; None keeps the checkpoint for ever, whatever the project's
+        keep_checkpoints. Raises NotFound or BadRequest."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
         check_ttl(ttl_seconds)
         self._quotas.take(caller, checkpoint.owner)
@@ -85,7 +85,9 @@ class CheckpointService:
         expires = None if ttl_seconds is None else now + ttl_seconds
         self._audit(caller, checkpoint, path, "checkpoint_set_ttl", {"ttl_seconds": ttl_seconds})
         note(self._objects, checkpoint.prefix, "expires_at", now, expires)
-        self._records.update(Checkpoint.namespace, str(path), {"expires_at": json.dumps(expires)})
+        self._records.update(
+            Checkpoint.namespace, str(path), {"expires_at": json.dumps(expires), "expiry_by": json.dumps(OWNER)}
+        )
 
     def publish(self, path: ids.TinkerPath, caller: Caller, *, public: bool) -> None:
         """Makes the checkpoint readable for everybody with a key, or private again. A repeat is harmless. Raises
@@ -248,6 +250,7 @@ class CopyService:
 
     def _write(self, target: ids.TinkerPath, project: str, source: Checkpoint, ttl_seconds: int | None) -> Manifest:
         prefix, now = str(_place(target)), self.records.now()
+        expiry = Expiry.of(now, ttl_seconds, self.quotas.checkpoint_ttl_s(project))
         for name in source.files:
             self.objects.copy(f"{source.prefix}/{name}", f"{prefix}/{name}")
         manifest = replace(
@@ -259,7 +262,8 @@ class CopyService:
             seq=_SEQ,
             epoch=_EPOCH,
             created=datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds"),
-            expires_at=None if ttl_seconds is None else now + ttl_seconds,
+            expires_at=expiry.at,
+            expiry_by=expiry.by,
         )
         if self.objects.put_new(f"{prefix}/{MANIFEST}", manifest.to_json()):
             return manifest
@@ -273,6 +277,7 @@ class CopyService:
             prefix=str(_place(target)),
             created=datetime.fromisoformat(manifest.created).timestamp(),
             expires_at=manifest.expires_at,
+            expiry_by=manifest.expiry_by,
             public=False,
         )
         self.records.put_reserved(str(target), copy)

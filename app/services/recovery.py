@@ -17,12 +17,12 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from app import ids
-from app.domain.checkpoints import MANIFEST, MODELS, SNAPSHOT, CheckpointPrefix, Manifest
+from app.domain.checkpoints import MANIFEST, MODELS, OWNER, SNAPSHOT, CheckpointPrefix, Manifest
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound
 from app.stores.objects import accounts
 from app.stores.objects.base import ObjectStore, check_key
-from app.stores.objects.notes import read_moves, read_note
+from app.stores.objects.notes import has_note, read_moves, read_note
 from app.stores.pages import LEDGERS
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -153,9 +153,10 @@ class Rebuild:
         try:
             written = Manifest.from_json(self._objects.read(f"{place}/{MANIFEST}"))
             expires_at = read_note(self._objects, keys, "expires_at", written.expires_at)
+            expiry_by = OWNER if has_note(keys, "expires_at") else written.expiry_by
             public = read_note(self._objects, keys, "public", written.public)
             owner = self._moves.get(ids.session_of(place.model_id), written.owner)
-            newest = replace(written, expires_at=expires_at, public=public, owner=owner)
+            newest = replace(written, expires_at=expires_at, expiry_by=expiry_by, public=public, owner=owner)
             manifest = _TYPED.validate_python(asdict(newest))
             _check(place, manifest)
         except (ValueError, TypeError, KeyError, AttributeError, BadRequest, NotFound) as error:
@@ -178,6 +179,7 @@ class Rebuild:
             user_metadata=dict(manifest.user_metadata),
             critic=manifest.critic,
             public=manifest.public,
+            expiry_by=manifest.expiry_by,
         )
         if checkpoint.is_expired(self._records.now()):
             restored.expired += 1

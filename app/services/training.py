@@ -21,6 +21,7 @@ from app import ids
 from app.domain import ops
 from app.domain.accounts import Caller
 from app.domain.checkpoints import CheckpointPrefix
+from app.domain.limits import LONGEST_TTL_S, SHORTEST_TTL_S
 from app.domain.losses import LOSSES, CustomLoss
 from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, Ragged, SaveWeights
 from app.domain.records import Loss, Model, Sampler, Session
@@ -52,8 +53,6 @@ from app.wire.bodies import check_batch, check_datums
 from app.wire.forward_backward import Envelope
 
 Promise = dict[str, str]
-_HOUR = 3600
-_TEN_YEARS = 10 * 365 * 24 * _HOUR
 MAX_SPANS = 2**14
 """Most provenance spans of one call. Each may be a read from the object store."""
 MAX_ROUTE_BYTES = 2**28
@@ -202,7 +201,7 @@ class TrainingService:
 def check_ttl(ttl_seconds: int | None) -> None:
     """Accepts one hour to ten years; None keeps the checkpoint for ever. Raises BadRequest."""
     if ttl_seconds is not None:
-        in_range("ttl_seconds", ttl_seconds, _HOUR, _TEN_YEARS)
+        in_range("ttl_seconds", ttl_seconds, SHORTEST_TTL_S, LONGEST_TTL_S)
 
 
 # They stay in the state server's memory until their session is removed. A loss takes 1 to 3 KB, and at most 170 KB.

@@ -63,6 +63,21 @@ def test_colleagues_see_a_run_viewers_change_nothing_and_others_find_none(stack:
         )
 
 
+def test_a_save_has_its_projects_ttl_unless_it_gives_one(stack: Stack, admin: Admin):
+    organisation = admin("org", "create", "Tinkers")
+    project = admin("project", "create", "kettles", "--org", organisation)
+    set_to = admin("limits", "set", project, "--checkpoint-ttl-s", "7200", "--keep-checkpoints", "2")
+    assert set_to == "checkpoint_ttl_s=7200 keep_checkpoints=2"
+    key = user_key(admin, organisation, project, "member")
+    with tinker.ServiceClient(base_url=stack.url, api_key=key) as service:
+        training = service.create_lora_training_client(base_model=BASE, rank=4).result()
+        for name, ttl_s in {"projects": None, "own": 3600}.items():
+            training.save_state(name, ttl_seconds=ttl_s).result()
+    saved = tinker.RestClient(base_url=stack.url, api_key=key).list_checkpoints(training.model_id).result().checkpoints
+    lives = {one.checkpoint_id: round((one.expires_at - one.time).total_seconds()) for one in saved}
+    assert lives == {"weights/projects": 7200, "weights/own": 3600}
+
+
 def test_a_key_that_is_revoked_stops_a_client_that_runs(stack: Stack, admin: Admin):
     organisation = admin("org", "create", "Tinkers")
     project = admin("project", "create", "kettles", "--org", organisation)

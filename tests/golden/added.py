@@ -45,8 +45,8 @@ CHANGED: dict[str, dict[str, Any]] = {
     "openapi": {
         "schemas SupportedModel": "d352ee6a441b8c29f40aa100a14b936fa25228e82294c52f706e649925f55d35",
         "schemas Sample": "b37fc481701bad27554f6e75c5a1ab2021592e0e4ee7b5f09630e0205c5a278a",
-        # The limit live_sessions, and its use.
-        "schemas _Limits": "eb4a5bfcb54a74a5d341f5ae59eab1ec5a8d080215d385cc254cfbf7e5e05d00",
+        # The limits live_sessions, with its use, checkpoint_ttl_s and keep_checkpoints.
+        "schemas _Limits": "3041b1c91610d086f8f3390cece048bac4a50370c9fce100ebc65cf62abb738c",
         "schemas _Used": "60a0937df30bb66381195429b6db12967b4785cbd42c56df68c3b0f96fef7f99",
         # parallel_tool_calls can be false.
         "schemas ChatCompletion": "51e6ca9432faa0094792bcc383be9b1bb601581f61dc746c60d2597e9df8a9fb",
@@ -124,6 +124,8 @@ ADDED: dict[str, set[str]] = {
             "tinsmith --version",
             "tinsmith up --quiet",
             "tinsmith import folder",
+            "tinsmith admin limits set --checkpoint-ttl-s",
+            "tinsmith admin limits set --keep-checkpoints",
             "tinsmith admin limits set --live-sessions",
         ),
         *(f"python -m workers.{worker} --copy" for worker in ("trainer", "sampler")),
@@ -134,6 +136,8 @@ ADDED: dict[str, set[str]] = {
     "environment": {"TINSMITH_METRICS_PORT"},
     "settings": {
         "api.processes",
+        "limits.project.checkpoint_ttl_s",
+        "limits.project.keep_checkpoints",
         "limits.project.live_sessions",
         "limits.samples",
         "limits.sampled_tokens",
@@ -145,6 +149,8 @@ ADDED: dict[str, set[str]] = {
     },
     "setting values": {
         "api.processes",
+        "limits.project.checkpoint_ttl_s",
+        "limits.project.keep_checkpoints",
         "limits.project.live_sessions",
         "limits.samples",
         "limits.sampled_tokens",
@@ -164,6 +170,8 @@ ADDED: dict[str, set[str]] = {
     },
     # Keys that ecb7b39 writes only to note that it made lists which it finds made.
     "keys gone": {"tinsmith:runs_listed"},
+    # Fields of a record that ecb7b39 does not read, with their defaults, by the beginning of the record's key.
+    "record fields": {"tinsmith:checkpoints:": {"expiry_by": '""'}},
     # Values by key, today and then, where ecb7b39 only asks whether the key exists.
     "values": {"tinsmith:taking_calls": ("pieces", "")},
     # Keys that start so and are now deleted before they expire; every version does without them.

@@ -20,7 +20,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from app.domain.checkpoints import MANIFEST, SCHEMA_VERSION, WINDOW, WINDOW_VERSION, FileEntry, Manifest
+from app.domain.checkpoints import MANIFEST, SCHEMA_VERSION, WINDOW, WINDOW_VERSION, Expiry, FileEntry, Manifest
 from app.domain.ops import LoraSpec
 from app.errors import Fenced, NotFound, ServerOpError, Unavailable
 from app.stores.objects.base import ObjectStore, check_key, flush_folder
@@ -28,6 +28,7 @@ from workers.backends.training.base import OPTIMIZER_FILE
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _LOCKS = ".locks"
+_FOR_EVER = Expiry()
 # A user who can write to the object store must not make a worker unpickle or unpack anything, whatever file a library
 # looks for. Text, templates and sentencepiece models belong to a tokenizer, which lies beside full model weights.
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(safetensors|json|txt|jinja|model)")
@@ -56,7 +57,7 @@ def describe(
     seq: int,
     epoch: int,
     user_metadata: Mapping[str, str] | None = None,
-    expires_at: float | None = None,
+    expiry: Expiry = _FOR_EVER,
     critic: bool = False,
 ) -> Manifest:
     """The manifest of the files in `folder`; the other arguments are its fields."""
@@ -76,7 +77,8 @@ def describe(
         cpu=host_cpu(),
         has_optimizer=OPTIMIZER_FILE in files,
         user_metadata=dict(user_metadata or {}),
-        expires_at=expires_at,
+        expires_at=expiry.at,
+        expiry_by=expiry.by,
         critic=critic,
         schema_version=WINDOW_VERSION if WINDOW in files else SCHEMA_VERSION,
     )

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pyrage
 
 from app import ids
-from app.domain.checkpoints import CheckpointPrefix, Manifest
+from app.domain.checkpoints import CheckpointPrefix, Expiry, Manifest
 from app.domain.ops import LoraSpec, SaveWeights
 from app.domain.progress import Point
 from app.domain.records import ENCRYPTED, Checkpoint, Model, Sampler, ShmTransfer
@@ -43,11 +43,14 @@ class Outcome(NamedTuple):
     point: Point | None = None
 
 
+ProjectTtl = Callable[[str], int | None]
+"""The TTL, in seconds, of a project's checkpoints that get none of their own."""
 DeferredWrite = Callable[[], Outcome]
 """Writes and uploads the captured files, from any thread. Raises Unavailable, Fenced, NotFound (the model is gone)."""
 
 
 _WITH_OPTIMIZER = "weights"
+_FOR_EVER = Expiry()
 
 
 @contextmanager
@@ -84,6 +87,7 @@ class Saver:
     index: RedisRecords
     store: ObjectStore
     shm_transfers: ShmTransfers
+    project_ttl_s: ProjectTtl
 
     def save(self, lease: Lease, seq: int, op: SaveWeights) -> DeferredWrite:
         """Copies the model's state and returns a function that writes it beside the next Ops. Raises UserOpError for a
@@ -93,13 +97,14 @@ class Saver:
             raise UserOpError(f"{path} already exists; pass overwrite, or save under another name")
         model, now = self._model(lease.model_id), self.index.now()
         captured = Captured(lease, seq, op, model, now, self._capture(lease.model_id, op))
-        return partial(self._ephemeral, captured) if op.sampling_session_id else partial(self._named, captured, path)
+        if op.sampling_session_id:
+            return partial(self._ephemeral, captured)
+        return partial(self._named, captured, path, Expiry.of(now, op.ttl_seconds, self.project_ttl_s(model.owner)))
 
-    def _named(self, captured: Captured, path: ids.TinkerPath) -> Outcome:
+    def _named(self, captured: Captured, path: ids.TinkerPath, expiry: Expiry) -> Outcome:
         """Writes the files of a named checkpoint, then returns the records of its commit."""
         op, model, created = captured.op, captured.model, captured.created
-        expires_at = None if op.ttl_seconds is None else created + op.ttl_seconds
-        prefix, manifest = self._write(captured, str(path), expires_at)
+        prefix, manifest = self._write(captured, str(path), expiry)
         checkpoint = Checkpoint(
             owner=model.owner,
             model_id=captured.lease.model_id,
@@ -114,6 +119,7 @@ class Saver:
             user_metadata=dict(op.user_metadata),
             critic=model.critic,
             key=model.key,
+            expiry_by=manifest.expiry_by,
         )
         write = (checkpoint.namespace, str(path), dump(checkpoint))
         return Outcome(results.of_json({"path": str(path)}), [write], usage={SAVED: 1})
@@ -165,7 +171,7 @@ class Saver:
         seq: int,
         path: str = "",
         user_metadata: Mapping[str, str] | None = None,
-        expires_at: float | None = None,
+        expiry: Expiry = _FOR_EVER,
     ) -> Manifest:
         """The manifest of the files in `folder`, for the model at `seq`. Raises NotFound."""
         model = self._model(lease.model_id)
@@ -181,16 +187,16 @@ class Saver:
             seq=seq,
             epoch=lease.epoch,
             user_metadata=user_metadata,
-            expires_at=expires_at,
+            expiry=expiry,
         )
 
-    def _write(self, captured: Captured, path: str = "", expires_at: float | None = None) -> tuple[str, Manifest]:
+    def _write(self, captured: Captured, path: str = "", expiry: Expiry = _FOR_EVER) -> tuple[str, Manifest]:
         prefix = captured.prefix
         with _scratch() as folder:
             captured.write(folder)
             if captured.op.recipients:
                 encrypt(folder, captured.op.recipients)
-            manifest = self.describe(folder, captured.lease, captured.seq, path, captured.op.user_metadata, expires_at)
+            manifest = self.describe(folder, captured.lease, captured.seq, path, captured.op.user_metadata, expiry)
             return prefix, transfer.upload(self.store, prefix, folder, manifest)
 
     def _seal(self, captured: Captured, folder: Path) -> None:

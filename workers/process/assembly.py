@@ -15,7 +15,6 @@ from app.domain import adapters
 from app.domain.checkpoints import CheckpointPrefix
 from app.domain.records import Refusal
 from app.errors import SetupError, UnservableModel
-from app.services.admission import LimitsOf
 from app.services.base_models import NEVER_ADAPTED, SHAPES, WEIGHTS, sampler_role, trainer_role
 from app.settings import BaseModelSettings, Settings, TrainerSettings
 from app.stores.objects.routes import RouteFiles
@@ -242,7 +241,7 @@ def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides:
 def _storage(parts: Parts, backend: TrainingBackend, overrides: Overrides) -> tuple[Executor, Snapshots, Restore]:
     shm_transfers = ShmTransfers(parts.store, parts.records, parts.shm_folder, overrides.latest)
     shm_transfers.begin()
-    saver = Saver(backend, parts.records, parts.store, shm_transfers)
+    saver = Saver(backend, parts.records, parts.store, shm_transfers, parts.limits.checkpoint_ttl_s)
     executor = Executor(backend, parts.store, parts.empty_cache(), saver)
     root, least_free = parts.settings.data_dir / "snapshots", parts.settings.engine.free_disk_bytes
     folder = SnapshotFolder(root, parts.node, least_free)
@@ -338,7 +337,7 @@ def _adapters(parts: Parts, serving: Serving[SamplerBackend], fair_queue: FairQu
 
 
 def _weights(parts: Parts) -> ProjectWeights:
-    return ProjectWeights(LimitsOf(parts.records, parts.settings.limits.project))
+    return ProjectWeights(parts.limits)
 
 
 def _watchdog(parts: Parts, serving: Serving[Backend], end: Callable[[str], NoReturn]) -> Watchdog:

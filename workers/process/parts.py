@@ -13,6 +13,7 @@ from celery import Celery
 
 from app import dispatch
 from app.domain.records import BaseModelInfo
+from app.services.admission import LimitsOf
 from app.services.teardown import Teardown
 from app.settings import BaseModelSettings, Settings
 from app.stores import objects
@@ -34,6 +35,7 @@ from workers.maintenance.direct_queues import DirectQueues
 from workers.maintenance.leader import Accounting, MaintenanceTask, PayloadSpilling, SessionExpiry, Sweeper
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Redispatcher
+from workers.maintenance.retention import Retention
 from workers.process.liveness import LeaseKeeper
 
 Backend = TypeVar("Backend", TrainingBackend, SamplerBackend)
@@ -89,6 +91,10 @@ class Parts:
         return self.worker.partition("/")[0]
 
     @property
+    def limits(self) -> LimitsOf:
+        return LimitsOf(self.records, self.settings.limits.project)
+
+    @property
     def shm_folder(self) -> ShmFolder:
         return ShmFolder(self.settings.handover_dir, self.settings.engine.handover_bytes)
 
@@ -125,6 +131,7 @@ def sweeper(parts: Parts) -> Sweeper:
             parts.oplog, parts.lifecycle, parts.records, parts.payloads, parts.store, parts.settings.engine
         ),
         "adapters": EphemeralAdapters(parts.lifecycle, parts.records, parts.store, parts.settings.engine),
+        "retention": Retention(parts.records, parts.limits),
         "spilling": PayloadSpilling(parts.payloads),
         "direct queues": DirectQueues(parts.oplog, parts.celery),
         "accounting": Accounting(parts.pages, PageFiles(parts.store), parts.records),

@@ -26,6 +26,11 @@ def note(store: ObjectStore, prefix: str, field: Field, now: float, value: Any) 
     store.put_new(f"{prefix}/{_NAMES[field]}{int(now * 1e6):020d}.json", json.dumps({field: value}).encode())
 
 
+def has_note(keys: Iterable[str], field: Field) -> bool:
+    """True if a checkpoint's keys have a note of the field."""
+    return any(key.rpartition("/")[2].startswith(_NAMES[field]) for key in keys)
+
+
 def read_note(store: ObjectStore, keys: Iterable[str], field: Field, saved_with: Any) -> Any:
     """The field's newest value among the notes in a checkpoint's keys, else `saved_with`."""
     notes = [key for key in keys if key.rpartition("/")[2].startswith(_NAMES[field])]

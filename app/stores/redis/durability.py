@@ -34,7 +34,8 @@ CONFIRMED = frozenset(
         *("move_session", "note", "open_session", "put_loss", "put_new", "put_newer"),
         *("put_reserved", "refuse", "update"),
         # Objects are deleted next, or written for good.
-        *("close_pages", "delete", "delete_same", "forget", "give_up_adapters", "set_snapshot", "spill_garbage"),
+        *("close_pages", "delete", "delete_older", "delete_same"),
+        *("forget", "give_up_adapters", "set_snapshot", "spill_garbage"),
     }
 )
 """The scripts that the world outside relies on. A commit is not among them: a poll confirms its result."""

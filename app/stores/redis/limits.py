@@ -10,7 +10,7 @@ from typing import cast
 
 import redis
 
-from app.domain.limits import Charge, Limits, Payer, Used
+from app.domain.limits import UNCHARGED, Charge, Limits, Payer, Used
 from app.errors import LimitReached, TooManyRequests
 from app.settings import EngineSettings
 from app.stores.redis import keys
@@ -102,5 +102,5 @@ def check(found: Sequence[bytes]) -> None:
 
 
 def _said(limits: Limits) -> dict[str, float]:
-    """The set limits by name. An unset one is left out, because cjson's null counts as true."""
-    return {name: value for name, value in asdict(limits).items() if value is not None and name != "weight"}
+    """The set limits of calls by name. An unset one is left out, because cjson's null counts as true."""
+    return {name: value for name, value in asdict(limits).items() if value is not None and name not in UNCHARGED}

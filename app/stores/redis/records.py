@@ -23,12 +23,16 @@ from app.stores.redis.types import Record
 # Records per round trip: the server answers other clients in between, and 10,000 records are never in memory at once.
 _POINT_FIELDS = {each.name for each in dataclasses.fields(Point)} - {"kind", "seq", "at"}
 _SLICE = 500
+# A checkpoint that is overwritten, moved, published or given a TTL differs in one of them.
+_RETAINED = ("owner", "prefix", "public", "expires_at", "expiry_by")
 # Runs whose checkpoints are read in one round trip: the server runs as many scripts before it answers other clients.
 _PREFIXES = 20
 _CHECKPOINTS, _SESSIONS, _MODELS = "checkpoints", "sessions", "models"
 # A deletion between two reads makes a right list look wrong; it hardly ever comes this often in a row.
 _TRIES = 3
 _DEFAULTS = EngineSettings()
+Stored = tuple[str, Record]
+"""A record's id and its fields."""
 
 
 R = TypeVar(
@@ -137,6 +141,16 @@ class RedisRecords:
         """Deletes a record that still has the `fields` that were read. Returns False when it has changed since."""
         flat = [part for pair in fields.items() for part in pair]
         return bool(self._run("delete_same", namespace, key, *flat))
+
+    def delete_older(
+        self, project: str, newer: Iterable[Stored], older: Iterable[Stored], entries: Mapping[str, str]
+    ) -> bool:
+        """Deletes the `older` checkpoints, in one step with their `entries` of the project's audit log, by path.
+        Returns False, without a change, when one of all these checkpoints is gone, was overwritten, moved or published,
+        or was given a TTL since it was read."""
+        kept = [[path, _retained(fields)] for path, fields in newer]
+        gone = [[path, _retained(fields), fields["prefix"], entries[path]] for path, fields in older]
+        return bool(self._run("delete_older", project, json.dumps(kept), json.dumps(gone)))
 
     def list(self, namespace: str, prefix: str = "") -> Iterator[tuple[str, dict[str, str]]]:
         """Lists the records whose id starts with `prefix`, by id, a slice at a time. Removes the ids of expired records
@@ -322,6 +336,10 @@ def _point(id_: bytes, fields: Mapping[bytes, bytes]) -> Point:
     at = int(id_.partition(b"-")[0]) / 1000
     known = {name: value for name, value in json.loads(fields[b"point"]).items() if name in _POINT_FIELDS}
     return Point(fields[b"kind"].decode(), seq=int(fields[b"seq"]), at=at, **known)
+
+
+def _retained(fields: Record) -> list[str]:
+    return [fields.get(name, "") for name in _RETAINED]
 
 
 def _paired(flat: Sequence[bytes]) -> dict[bytes, bytes]:

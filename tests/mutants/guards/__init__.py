@@ -10,6 +10,7 @@ from tests.mutants.guards import (
     models,
     polls,
     promotions,
+    retention,
     sampling,
     scale,
     servers,
@@ -31,4 +32,5 @@ MUTANTS = (
     *hostile.MUTANTS,
     *polls.MUTANTS,
     *promotions.MUTANTS,
+    *retention.MUTANTS,
 )

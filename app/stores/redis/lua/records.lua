@@ -128,6 +128,31 @@ change_record(ARGV[1], ARGV[2], function()
 end)
 return 1
 
+-- script: delete_older flags=allow-oom
+-- needs: change_record, now_ms, pages
+-- Delete a project's checkpoints that are older than others, and note each in its audit log. Nothing happens if one of
+-- these checkpoints, older or newer, has changed since it was read. ARGV: project, the newer ones, the older ones, as
+-- JSON: {path, its FIELDS, key and text of its entry}, where a newer one has no entry. Returns 1, or 0 after a change.
+local FIELDS = {'owner', 'prefix', 'public', 'expires_at', 'expiry_by'}
+local newer, older = cjson.decode(ARGV[2]), cjson.decode(ARGV[3])
+for _, checkpoints in ipairs({newer, older}) do
+  for _, checkpoint in ipairs(checkpoints) do
+    local found = redis.call('HMGET', 'tinsmith:checkpoints:' .. checkpoint[1], unpack(FIELDS))
+    for i, was in ipairs(checkpoint[2]) do
+      if (found[i] or '') ~= was then return 0 end
+    end
+  end
+end
+local page, time = page_of('audit', ARGV[1], hour_now()), string.format('%.0f ', now_ms())
+for _, checkpoint in ipairs(older) do
+  redis.call('HSET', page, checkpoint[3], time .. checkpoint[4])
+  change_record('checkpoints', checkpoint[1], function()
+    redis.call('DEL', 'tinsmith:checkpoints:' .. checkpoint[1])
+    redis.call('ZREM', 'tinsmith:index:checkpoints', checkpoint[1])
+  end)
+end
+return 1
+
 -- script: join flags=allow-oom
 -- needs: now_ms
 -- Add a client to a sampling session. ARGV: sampler id. Returns the client's number, from 1; 0 without such a session.

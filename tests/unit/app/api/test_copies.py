@@ -11,7 +11,9 @@ from werkzeug.test import TestResponse
 
 from app import ids
 from app.domain.checkpoints import FileEntry, Manifest
+from app.domain.limits import Limits
 from app.domain.ops import LoraSpec
+from app.domain.records import Checkpoint
 from app.errors import Unavailable
 from app.services.recovery import Rebuild
 from app.stores.redis.client import connect
@@ -136,6 +138,19 @@ def test_a_copy_lives_as_long_as_was_asked(api: Api) -> None:
     lives = datetime.fromisoformat(listed["expires_at"]) - datetime.fromisoformat(listed["time"])
     assert 7199 < lives.total_seconds() < 7201
     assert copy(api, source, **{**asked, "ttl_seconds": 5}).status_code == 400
+
+
+def test_a_copy_without_a_ttl_has_that_of_its_project(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = api.services.quotas._limits
+    source, of = saved(api), project(api)
+    monkeypatch.setitem(limits._found, ("projects", of), (float("inf"), Limits(checkpoint_ttl_s=7200)))
+    found = []
+    for ttl in ({}, {"ttl_seconds": 3600}):
+        path = copy(api, source, **ttl, destination_project_id=of).json["tinker_path"]
+        checkpoint = api.services.records.find(Checkpoint, path)
+        assert checkpoint is not None and checkpoint.expires_at is not None
+        found.append((round(checkpoint.expires_at - checkpoint.created), checkpoint.counts))
+    assert found == [(7200, True), (3600, False)]
 
 
 def test_a_copy_can_be_a_run_of_a_session(api: Api) -> None:

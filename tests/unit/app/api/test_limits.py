@@ -218,6 +218,8 @@ def test_limits_say_what_holds_and_what_is_used(api: Api, limit: Limit) -> None:
         "storage_bytes": None,
         "concurrent_samples": None,
         "weight": 2,
+        "checkpoint_ttl_s": None,
+        "keep_checkpoints": None,
     }
     assert found["used"].pop("tokens_per_s") == pytest.approx(0.3, rel=1e-2), "3 tokens in 10 s"
     assert found["used"] == {

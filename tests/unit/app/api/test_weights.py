@@ -11,6 +11,7 @@ from tinker.types.checkpoints_list_response import CheckpointsListResponse
 from tinker.types.training_run import TrainingRun
 
 from app.domain import ops
+from app.domain.records import Checkpoint
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api
 
@@ -209,6 +210,8 @@ def test_a_ttl_is_set_counted_from_now_and_removed(api: Api) -> None:
     assert api.client.put(url, json={"ttl_seconds": 5}, headers=headers).status_code == 400
     assert api.client.put(url, json={"ttl_seconds": None}, headers=headers).status_code == 200
     assert expiry() is None
+    checkpoint = api.services.records.find(Checkpoint, f"tinker://{model}/weights/a")
+    assert checkpoint is not None and not checkpoint.counts, "its owner keeps it, whatever keep_checkpoints is"
 
 
 def test_a_deleted_checkpoint_is_gone_with_its_files(api: Api) -> None:

@@ -39,12 +39,12 @@ def test_only_the_given_values_are_set(base: dict[str, Any], tmp_path: Path):
 @pytest.mark.parametrize("base", [{}, BASE], ids=["bundled", "named"])
 def test_each_commented_setting_is_there_once_with_its_default(base: dict[str, Any], tmp_path: Path):
     text = template(base, ["About."])
-    set_to_one = {"requests_per_s": 1, "tokens_per_s": 1, "concurrent_samples": 1}
-    set_to_one |= {"live_models": 1, "live_sessions": 1, "storage_bytes": 1}
+    names = ["requests_per_s", "tokens_per_s", "concurrent_samples", "live_models", "live_sessions", "storage_bytes"]
+    all_set = dict.fromkeys([*names, "checkpoint_ttl_s", "keep_checkpoints"], 3600)
     uncommented = re.sub(r"^#(?! )", "", text, flags=re.MULTILINE)
-    found = loaded(uncommented.replace("NUMBER", "1"), tmp_path)
+    found = loaded(uncommented.replace("NUMBER", "3600"), tmp_path)
     named = base or {"name": "Qwen/Qwen3-0.6B", "path": "/models/Qwen3-0.6B"}
-    limits = {"project": set_to_one}
+    limits = {"project": all_set}
     assert found == settings.parse({"base_models": [{**named, "full": {}, "full_sampler": {}}], "limits": limits}, "")
     keys = {line.partition(" = ")[0] for line in uncommented.splitlines() if not line.startswith(("#", "["))} - {""}
     sections = {"api", "redis", "store", "engine", "limits", "base_models", "project"}

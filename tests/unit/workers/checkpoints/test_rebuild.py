@@ -11,6 +11,7 @@ import pytest
 
 from app import ids
 from app.domain import ops
+from app.domain.accounts import Project
 from app.domain.checkpoints import MANIFEST, Manifest
 from app.domain.ops import CreateModel, LoadWeights, ModelSpec, Op, SaveWeights
 from app.domain.records import Checkpoint, Model, Session
@@ -268,6 +269,41 @@ def test_a_saved_manifest_says_when_it_expires(world: World):
     manifest = Manifest.from_json(objects(world).read(f"{record.prefix}/{MANIFEST}"))
     assert manifest.expires_at == record.expires_at
     assert abs(manifest.expires_at - world.records.now() - 3600) < 600
+
+
+def test_a_save_without_a_ttl_has_that_of_its_project_and_a_rebuild_knows_whose_it_is(world: World):
+    limits = {"checkpoint_ttl_s": 7200}
+    world.records.put(Project.namespace, "me", dump(Project("me", "org", "kettles", 0.0, limits=limits)))
+    worker = world.worker("a/1")
+    worker.handle(0)
+    for seq, (name, ttl_s) in enumerate({"projects": None, "own": 3600, "moved": None, "kept": None}.items(), 1):
+        run(world, worker, MODEL, seq, SaveWeights("weights", name, ttl_s))
+
+    def expiries() -> dict[str, tuple[float | None, bool]]:
+        found = {path.rpartition("/")[2]: load(Checkpoint, row) for path, row in world.records.list("checkpoints")}
+        ages = {name: one.expires_at and round(one.expires_at - created[name], -2) for name, one in found.items()}
+        return {name: (ages[name], one.counts) for name, one in found.items()}
+
+    saved = {path.rpartition("/")[2]: load(Checkpoint, row) for path, row in world.records.list("checkpoints")}
+    created = {name: one.created for name, one in saved.items()}
+    assert expiries() == dict.fromkeys(("projects", "moved", "kept"), (7200, True)) | {"own": (3600, False)}
+    now = world.records.now()
+    note(objects(world), saved["moved"].prefix, "expires_at", now, created["moved"] + 3600)
+    note(objects(world), saved["kept"].prefix, "expires_at", now, None)
+    worker.owner.discard(MODEL)
+    world.client.flushall()
+    rebuild(world)
+    assert expiries() == {
+        "projects": (7200, True),
+        "own": (3600, False),
+        "moved": (3600, False),
+        "kept": (None, False),
+    }
+
+
+def test_a_manifest_that_says_nothing_new_is_read_by_earlier_versions(world: World):
+    emptied(world)
+    assert "expiry_by" not in json.loads(objects(world).read(f"{saved_prefix(world)}/{MANIFEST}"))
 
 
 def test_a_manifest_from_before_expiry_was_noted_is_read(world: World):

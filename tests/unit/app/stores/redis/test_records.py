@@ -92,3 +92,20 @@ def test_a_record_that_changed_since_it_was_read_is_not_deleted(stored, client):
     assert stored.delete_same("things", "a", {"x": "3", "y": "2"})
     assert stored.get("things", "a") is None
     assert client.zcard("tinsmith:index:things") == 0
+
+
+def test_older_checkpoints_are_deleted_with_an_audit_entry_unless_one_has_changed(stored, client):
+    fields = {"owner": '"me"', "prefix": '"p"', "size_bytes": "1", "public": "false"}
+    for path in ("old", "new"):
+        stored.put("checkpoints", path, {**fields, "prefix": f'"{path}"'})
+    asked = "me", [("new", stored.get("checkpoints", "new"))], [("old", stored.get("checkpoints", "old"))]
+    for path, change in (("new", "public"), ("old", "expires_at")):
+        stored.update("checkpoints", path, {change: "true"})
+        assert not stored.delete_older(*asked, {"old": "text"})
+        stored.update("checkpoints", path, {change: fields.get(change, "")})
+    assert stored.get("checkpoints", "old") and not client.keys("tinsmith:page:*")
+    assert stored.delete_older(*asked, {"old": "text"})
+    assert not stored.delete_older(*asked, {"old": "text"}), "a repeat finds it gone"
+    assert [path for path, _ in stored.list("checkpoints")] == ["new"]
+    (page,) = client.keys("tinsmith:page:audit/me/*")
+    assert [text.split(b" ", 1)[1] for text in client.hvals(page)] == [b"text"]

@@ -147,6 +147,7 @@ WRITES: dict[str, Callable[[redis.Redis, RedisOpLog], object]] = {
     "close_pages": lambda client, log: RedisPages(client, ENGINE).close(1),
     "create_model": lambda client, log: log.create_model("s:train:1", dump(Model("me", "s", "base", 0.0))),
     "delete": lambda client, log: _records(client).delete("samplers", SAMPLER),
+    "delete_older": lambda client, log: _records(client).delete_older("me", [], [], {}),
     "delete_same": lambda client, log: _records(client).delete_same("samplers", SAMPLER, {}),
     "end_model": lambda client, log: _lifecycle(client).end_model(MODEL),
     "end_sampler": lambda client, log: _lifecycle(client).end_sampler(SAMPLER),

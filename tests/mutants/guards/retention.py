@@ -1,0 +1,69 @@
+"""Guards of what a project keeps: the TTL of its checkpoints, and the newest ones of each run."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_RETENTION = "tests/unit/workers/maintenance/test_retention.py"
+_TASK = "workers/maintenance/retention.py"
+_RECORDS = "app/domain/records.py"
+_STAYS = f"{_RETENTION}::test_published_ones_and_those_with_a_ttl_of_their_own_stay_and_do_not_count"
+_PROJECTS_TTL = (
+    "tests/unit/workers/checkpoints/test_rebuild.py"
+    "::test_a_save_without_a_ttl_has_that_of_its_project_and_a_rebuild_knows_whose_it_is"
+)
+
+MUTANTS = (
+    Mutant(
+        "retention: a checkpoint that changed since it was read",
+        "app/stores/redis/lua/records.lua",
+        "      if (found[i] or '') ~= was then return 0 end\n",
+        "",
+        f"{_RETENTION}::test_nothing_that_must_stay_is_ever_deleted",
+    ),
+    Mutant(
+        "retention: a newer one that was published since it was read",
+        "app/stores/redis/records.py",
+        "kept = [[path, _retained(fields)] for path, fields in newer]",
+        "kept: list[object] = []",
+        f"{_RETENTION}::test_nothing_that_must_stay_is_ever_deleted",
+    ),
+    Mutant("retention: published ones", _RECORDS, "return not self.public and self", "return self", _STAYS),
+    Mutant("retention: what its owner keeps for ever", _RECORDS, " and self.expiry_by != OWNER", "", _STAYS),
+    Mutant(
+        "retention: a TTL of its own",
+        _RECORDS,
+        " and (self.expires_at is None or self.expiry_by == PROJECT)",
+        "",
+        _STAYS,
+    ),
+    Mutant("retention: expired ones do not count", _TASK, " and not checkpoint.is_expired(now)", "", _STAYS),
+    Mutant(
+        "retention: the order of the saves",
+        _TASK,
+        "(one[0].epoch, one[0].seq)",
+        "one[1][0]",
+        f"{_RETENTION}::test_a_run_keeps_the_newest_of_each_kind_in_the_order_of_their_saves",
+    ),
+    Mutant(
+        "retention: a save's own TTL",
+        "app/domain/checkpoints.py",
+        "if ttl_s is not None:",
+        "if ttl_s is not None and project_ttl_s is None:",
+        _PROJECTS_TTL,
+    ),
+    Mutant(
+        "retention: an owner's choice after a rebuild",
+        "app/services/recovery.py",
+        'OWNER if has_note(keys, "expires_at") else written.expiry_by',
+        "written.expiry_by",
+        _PROJECTS_TTL,
+    ),
+    Mutant(
+        "retention: an owner's choice",
+        "app/services/checkpoints.py",
+        '"expiry_by": json.dumps(OWNER)',
+        '"expiry_by": json.dumps("")',
+        "tests/unit/app/api/test_weights.py::test_a_ttl_is_set_counted_from_now_and_removed",
+    ),
+)
