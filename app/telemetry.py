@@ -13,11 +13,13 @@ import re
 import sys
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TextIO
 
+import prometheus_client
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -30,6 +32,7 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from app.errors import Unavailable
 from app.stores.redis.types import Pending
 
 LOG_FIELDS = ("request_id", "model_id", "seq", "epoch", "applied", "waited_s", "run_s", "commit_s", "ops_in_pass")
@@ -47,6 +50,39 @@ REQUEST_SECONDS = Histogram(
 HELD_POLLS = Gauge(
     "tinsmith_held_polls", "Long polls that are held now", registry=REGISTRY, multiprocess_mode="livesum"
 )
+ADMIT_SECONDS = Histogram(
+    "tinsmith_admit_seconds",
+    "Time to journal a call and dispatch it",
+    ["kind"],
+    registry=REGISTRY,
+    buckets=_SECONDS,
+)
+POLL_SECONDS = Histogram(
+    "tinsmith_poll_seconds", "Time that a poll is held", registry=REGISTRY, buckets=(*_SECONDS, 60)
+)
+ERRORS = Counter(
+    "tinsmith_errors", "Requests answered with an error, by the error's kind", ["status", "error"], registry=REGISTRY
+)
+# The API and the workers use object stores, so these two are in both registries.
+STORE_SECONDS = Histogram(
+    "tinsmith_object_store_seconds",
+    "Time of a call to the object store, with its retries",
+    ["operation"],
+    registry=REGISTRY,
+    buckets=(*_SECONDS, 100, 300),
+)
+STORE_OUTAGES = Counter(
+    "tinsmith_object_store_outages", "Calls that failed because the object store was away or full", registry=REGISTRY
+)
+for _shared in (STORE_SECONDS, STORE_OUTAGES):
+    prometheus_client.REGISTRY.register(_shared)
+
+
+@contextmanager
+def store_call(operation: str) -> Iterator[None]:
+    """Measures a call to the object store; also a decorator."""
+    with STORE_SECONDS.labels(operation).time(), STORE_OUTAGES.count_exceptions(Unavailable):
+        yield
 
 
 class Queues(Collector):
@@ -60,13 +96,18 @@ class Queues(Collector):
         """Replaces the values."""
         self._pending = list(pending)
 
-    def collect(self) -> Iterator[Metric]:
+    def describe(self) -> tuple[GaugeMetricFamily, GaugeMetricFamily]:
+        """The metrics without values."""
         depth = GaugeMetricFamily(
             "tinsmith_queue_depth", "Models and sampling requests with waiting calls", labels=["queue"]
         )
         age = GaugeMetricFamily(
             "tinsmith_queue_age_seconds", "Longest time for which one of these made no progress", labels=["queue"]
         )
+        return depth, age
+
+    def collect(self) -> Iterator[Metric]:
+        depth, age = self.describe()
         depths, ages = Counts[str](), dict[str, float]()
         for waiting in self._pending:
             depths[waiting.queue] += 1

@@ -21,6 +21,7 @@ from app.api.base import ErrorSchema
 from app.errors import BadRequest, InvalidToken, OpError, RequestError, Unavailable
 from app.stores.redis.client import is_outage
 from app.stores.redis.durability import NotDurable
+from app.telemetry import ERRORS
 
 log = logging.getLogger(__name__)
 OPENAI, ANTHROPIC = "/oai/api/v1", "/anthropic"
@@ -89,6 +90,7 @@ def register(app: Flask) -> None:
 
 
 def _answer(detail: str, kind: str, status: int, headers: Mapping[str, str] | None = None) -> Answer:
+    ERRORS.labels(status, kind).inc()
     body = _FORMS.get(_prefix(), _plain)(detail, kind, status)
     # Anthropic's clients read the id from a header.
     more = {"request-id": body["request_id"]} if "request_id" in body else {}

@@ -31,7 +31,7 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import QueueBounds, RefusalKind
-from app.telemetry import ADMISSIONS
+from app.telemetry import ADMISSIONS, ADMIT_SECONDS
 
 log = logging.getLogger(__name__)
 MAX_SEQ = 2**31 - 1
@@ -69,6 +69,7 @@ class AdmissionService:
         Raises BadRequest for a seq already used for another call, Unavailable while there is no room, and
         TooManyRequests or LimitReached for a limit of the project or of the caller's key.
         """
+        started = time.monotonic()
         payload = ops.encode(op)
         identity = _identity(op, payload)
         new = dump(model) if isinstance(op, CreateModel) else None
@@ -78,6 +79,7 @@ class AdmissionService:
             queue = train_queue(model.base_model, full=model.full)
             queue = direct_queue(queue, admission.node) if admission.node else queue
             self._announce(op.kind, admission.request_id, model_id, seq, queue)
+            ADMIT_SECONDS.labels(op.kind).observe(time.monotonic() - started)
         return admission.request_id
 
     def repeat_of(self, model_id: str, seq: int, op: Op) -> str | None:
@@ -93,6 +95,7 @@ class AdmissionService:
         TooManyRequests while the queue is full or a limit of the project or of the caller's key is reached, and
         Unavailable while there is no room.
         """
+        started = time.monotonic()
         payload = ops.encode(request)
         queue = sample_queue(sampler.base_model, full=sampler.full)
         request_id = ids.request_id(sampler_id, seq)
@@ -119,6 +122,7 @@ class AdmissionService:
         if admission.fresh:
             queue = direct_queue(queue, admission.node) if admission.node else queue
             self._announce("sample", request_id, sampler_id, seq, None if admission.throttled else queue)
+            ADMIT_SECONDS.labels("sample").observe(time.monotonic() - started)
         return request_id
 
     def refuse(self, model_id: str, seq: int, caller: Caller, reason: str, kind: RefusalKind) -> None:

@@ -27,7 +27,7 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Completion, Future
 from app.suspension import Suspension
-from app.telemetry import HELD_POLLS
+from app.telemetry import HELD_POLLS, POLL_SECONDS
 
 _REQUEST_ID = re.compile(r".+:[0-9]{1,19}")
 
@@ -215,7 +215,8 @@ class LongPollLimiter:
             seconds = self._seconds(project)
         HELD_POLLS.inc()
         try:
-            yield seconds
+            with POLL_SECONDS.time():
+                yield seconds
         except (redis.RedisError, Unavailable) as error:
             if isinstance(error, Unavailable) or is_outage(error):
                 time.sleep(min(seconds, _SHORT_HOLD_S))

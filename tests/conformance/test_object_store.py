@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+from prometheus_client import REGISTRY
 
 from app.errors import BadRequest, Forbidden, NotFound, TooLarge
 from app.settings import Settings, StoreSettings
@@ -272,3 +273,26 @@ def test_a_signed_url_takes_no_other_object(store: ObjectStore, send: Callable[[
 def test_two_stores_over_the_same_settings_see_each_other(store: ObjectStore, settings: Settings):
     store.put_new(KEY, b"1")
     assert create(settings).read(KEY) == b"1"
+
+
+def test_each_call_is_timed(store: ObjectStore, tmp_path: Path):
+    def counts() -> dict[str, float]:
+        sample = partial(REGISTRY.get_sample_value, "tinsmith_object_store_seconds_count")
+        return {
+            name: sample({"operation": name}) or 0 for name in ("put", "get", "read", "copy", "list", "size", "delete")
+        }
+
+    before = counts()
+    store.put_new(KEY, b"content")
+    store.get(KEY, tmp_path / "file")
+    store.read(KEY)
+    store.copy(KEY, f"{KEY}-copy")
+    store.list("")
+    store.size(KEY)
+    with pytest.raises(NotFound):
+        store.size(f"{KEY}-missing")
+    store.delete([KEY])
+    assert {name: count - before[name] for name, count in counts().items()} == {
+        **dict.fromkeys(before, 1),
+        "size": 2,
+    }

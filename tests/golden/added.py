@@ -89,7 +89,17 @@ _SEEN = {
     *(f"tinsmith cancel {option}" for option in (*_STACK, "--json", "--yes", "target")),
     *(f"tinsmith logs {option}" for option in (*_STACK, "--json", "request_id")),
 }
+_WORKER_METRICS = (
+    *("lost_attempts", "given_up_ops", "lost_leases", "restore_seconds", "replayed_ops", "snapshot_age_seconds"),
+    *("loaded_adapters", "adapter_uses", "batch_sequences", "batch_capacity", "batch_waiting"),
+    *("gpu_memory_used_bytes", "gpu_memory_bytes", "gpu_utilization_ratio"),
+)
 ADDED: dict[str, set[str]] = {
+    "metrics": {
+        *(f"{where}: tinsmith_object_store_{name}" for where in ("api", "worker") for name in ("seconds", "outages")),
+        *(f"api: tinsmith_{name}" for name in ("admit_seconds", "poll_seconds", "errors")),
+        *(f"worker: tinsmith_{name}" for name in _WORKER_METRICS),
+    },
     "openapi": {
         "get /anthropic/v1/models",
         "get /anthropic/v1/models/{model}",

@@ -102,7 +102,8 @@ def _metrics(registry: CollectorRegistry, where: str) -> dict[str, Any]:
     assert worker_telemetry.OPS is not None, "the workers' metrics are registered when they are imported"
     found = {}
     collectors = list(registry._collector_to_names)
-    for metric in [*collectors, *telemetry.QUEUES.collect()] if telemetry.QUEUES in collectors else collectors:
+    described = [metric for each in collectors if not hasattr(each, "_name") for metric in _described(each)]
+    for metric in [*collectors, *described]:
         name = getattr(metric, "_name", getattr(metric, "name", ""))
         if name.startswith("tinsmith_"):
             labels = list(getattr(metric, "_labelnames", ()))
@@ -113,6 +114,11 @@ def _metrics(registry: CollectorRegistry, where: str) -> dict[str, Any]:
                 "buckets": None if bounds is None else list(bounds),
             }
     return found
+
+
+def _described(collector: Any) -> list[Any]:
+    """The metrics of a collector that is no metric itself."""
+    return list(collector.describe()) if hasattr(collector, "describe") else []
 
 
 class _Caught(BaseException):

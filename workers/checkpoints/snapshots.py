@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from workers.backends.training.base import Writer
 from workers.checkpoints.coalescing import NewLatest
 from workers.checkpoints.snapshot_upload import LocalSnapshot, SnapshotCopy, SnapshotFolder, SnapshotPipeline
 from workers.checkpoints.writer import Saver
+from workers.process import telemetry
 from workers.train.executor import Executor, GradAccumulation
 from workers.train.owner import Resident
 
@@ -60,6 +62,10 @@ class Track:
     ops: int = 0
     passes: int = 0
     """The Ops in the journal behind the newest snapshot, and those of them that a replay runs as passes."""
+    changed: float = math.inf
+    captured: float = math.inf
+    """Times (monotonic) of the first change that no snapshot has, and of the first that only snapshots have which are
+    not durable yet; infinite if there is none."""
 
     @classmethod
     def begun(cls, rest_s: float) -> Track:
@@ -72,6 +78,12 @@ class Track:
 
     def made_durable(self, mark: int) -> None:
         self.durable = mark
+        if mark == self.taken:
+            self.captured = math.inf
+
+    def age_s(self) -> float:
+        """Seconds for which a change has been in no durable snapshot; 0 if all are."""
+        return max(0.0, time.monotonic() - min(self.changed, self.captured))
 
     def add(self, entry: Entry) -> None:
         """Records an Op that succeeded; its entry stays in the journal until it is trimmed."""
@@ -79,7 +91,8 @@ class Track:
         if entry.kind not in (FORWARD, SaveWeights.kind):
             self.total += len(entry.payload)
         self.passes += entry.kind == FORWARD_BACKWARD
-        self.unsaved = self.unsaved or entry.kind == OptimStep.kind or _is_load(entry)
+        if entry.kind == OptimStep.kind or _is_load(entry):
+            self.unsaved, self.changed = True, min(self.changed, self.used)
 
 
 class Snapshots:
@@ -120,10 +133,11 @@ class Snapshots:
         next."""
         track = self._tracks[lease.model_id] = Track.begun(self._rest_s)
         if local is not None and local.seq > lease.snapshot_seq:
-            track.durable = -1
+            track.durable, track.captured = -1, time.monotonic()
             self._pipeline.resume(lease, local, partial(track.made_durable, 0))
 
     def replayed(self, model_id: str, entry: Entry) -> None:
+        telemetry.REPLAYED.inc()
         self._track(model_id).ops += 1
         if not entry.doomed:
             self._track(model_id).add(entry)
@@ -174,6 +188,11 @@ class Snapshots:
             self._take(resident, track, at_once=True)
         self._pipeline.finish(model_id, within_s)
 
+    def age_s(self, models: Iterable[str]) -> float:
+        """The longest time for which a change of one of these models has been in no durable snapshot, in seconds. May
+        be called from any thread."""
+        return max((self._tracks[model_id].age_s() for model_id in models if model_id in self._tracks), default=0.0)
+
     def forget(self, model_id: str) -> None:
         """Removes everything kept here of a deleted model."""
         self._tracks.pop(model_id, None)
@@ -212,6 +231,7 @@ class Snapshots:
         now = time.monotonic()
         track.next = now + max(self._rest_s, (now - started) / self._share)
         track.taken, track.unsaved, track.ops, track.passes = track.total, False, 0, 0
+        track.captured, track.changed = min(track.captured, track.changed), math.inf
         durable = partial(track.made_durable, track.total)
         write = _with_window(write, resident.grad_accumulation)
         self._pipeline.put(SnapshotCopy(resident.lease, resident.applied, write, durable, at_once))

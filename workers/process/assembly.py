@@ -210,6 +210,7 @@ def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides:
     heartbeat = _heartbeat(parts, serving, trainer_role(full=serving.full), watchdog)
     most, changed = serving.base.trainer.max_models, heartbeat.refresh
     owner = Owner(oplog, backend, parts.keeper, parts.worker, restore, settle, most, changed, shm_transfers.give_up)
+    telemetry.SNAPSHOT_AGE.set_function(lambda: snapshots.age_s(owner.residents()))
     drain = Drain(oplog, owner, send, queue)
     retry_backoff = RetryBackoff(send, dispatch.direct_queue(queue, parts.node))
     background_saves = overrides.background_saves()

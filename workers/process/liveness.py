@@ -218,6 +218,7 @@ class LeaseKeeper:
                     if id_ in gone:
                         del self._renewed[id_]
                         lost.append(self._lost.pop(id_))
+                        telemetry.LEASES_LOST.inc()
                     else:
                         self._renewed[id_] = asked
         for tell in lost:

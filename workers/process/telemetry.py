@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from prometheus_client import Counter, Gauge, Histogram, start_http_server
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, start_http_server
 
 from app.settings import METRICS_PORT_VARIABLE
 from app.stores.redis.types import Entry
+from workers.process.gpus import Gpus
 
 log = logging.getLogger("tinsmith.ops")
 _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
@@ -19,10 +20,40 @@ STAGE_SECONDS = Histogram(
     "tinsmith_op_stage_seconds", "Time of an Op in each stage: wait, run, commit", ["kind", "stage"], buckets=_BUCKETS
 )
 OPS = Counter("tinsmith_ops_total", "Ops that finished on this worker", ["kind", "state"])
-TOKENS = Counter("tinsmith_tokens_total", "Tokens trained on, read as prompts, or sampled", ["use"])
+LOST_ATTEMPTS = Counter(
+    "tinsmith_lost_attempts_total", "Attempts that ended with their worker, of Ops that finished here", ["kind"]
+)
+GIVEN_UP = Counter("tinsmith_given_up_ops_total", "Ops that failed because each of their workers died", ["kind"])
+TOKENS = Counter(
+    "tinsmith_tokens_total",
+    "Tokens trained on, read as prompts (the sum of prefilled and cached), or sampled",
+    ["use"],
+)
 PASS_OPS = Histogram("tinsmith_pass_ops", "Ops of different models in one pass", buckets=(1, 2, 4, 8, 16, 32, 64))
 MODELS = Gauge("tinsmith_resident_models", "Models this worker owns")
+RESTORE_SECONDS = Histogram(
+    "tinsmith_restore_seconds",
+    "Time to restore a model: its snapshot, then its journal",
+    buckets=(*_BUCKETS, 300),
+)
+REPLAYED = Counter("tinsmith_replayed_ops_total", "Ops that a restore ran again without an answer")
+SNAPSHOT_AGE = Gauge(
+    "tinsmith_snapshot_age_seconds",
+    "Longest time for which changes of a model here are in no durable snapshot",
+)
+ADAPTERS = Gauge("tinsmith_loaded_adapters", "Adapters in the sampler's engine")
+ADAPTER_USES = Counter(
+    "tinsmith_adapter_uses_total",
+    "Requests whose adapter was in the engine (hit) or was loaded (miss)",
+    ["cache"],
+)
+BATCH_SEQUENCES = Gauge("tinsmith_batch_sequences", "Sequences that the sampler's engine decodes now")
+BATCH_CAPACITY = Gauge("tinsmith_batch_capacity", "Sequences that the sampler's engine can decode at once")
+BATCH_WAITING = Gauge("tinsmith_batch_waiting", "Requests that wait in this sampler for a place in the batch")
+LEASES_LOST = Counter("tinsmith_lost_leases_total", "Leases that this worker held and found gone")
 REFUSED = Counter("tinsmith_refused_commits_total", "Commits refused, because another worker had taken over the model")
+
+REGISTRY.register(Gpus())
 
 # Weight of the earlier calls at each call: the last 50 calls make up two thirds of the average.
 _KEPT = 0.98
@@ -80,6 +111,8 @@ def op_done(entry: Entry, *, failed: bool, run_s: float, commit_s: float, ops_in
     for stage, seconds in (("wait", entry.waited_s), ("run", run_s), ("commit", commit_s)):
         STAGE_SECONDS.labels(entry.kind, stage).observe(seconds)
     OPS.labels(entry.kind, state).inc()
+    if entry.attempts:
+        LOST_ATTEMPTS.labels(entry.kind).inc(entry.attempts)
     log.info(
         "%s %s",
         entry.kind,

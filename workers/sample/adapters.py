@@ -26,6 +26,7 @@ from app.stores.redis.records import RedisRecords
 from workers.backends.sampling.base import Aborted, RequestHandle, SamplerBackend
 from workers.checkpoints import transfer
 from workers.checkpoints.shm_transfer import ShmFolder
+from workers.process import telemetry
 from workers.process.fair_queue import FairQueue
 
 log = logging.getLogger(__name__)
@@ -80,11 +81,14 @@ class Adapters:
         with self._lock:
             if prefix in self._loaded:
                 self._loaded.move_to_end(prefix)
+                telemetry.ADAPTER_USES.labels("hit").inc()
                 return
         self._backend.load(prefix, folder)
         self._files.acquire(prefix)
         with self._lock:
             self._loaded[prefix] = None
+            telemetry.ADAPTERS.set(len(self._loaded))
+        telemetry.ADAPTER_USES.labels("miss").inc()
 
     def _evict_unused(self) -> None:
         with self._lock:
@@ -94,6 +98,7 @@ class Adapters:
                 del self._loaded[prefix], self._loading[prefix], self._in_use[prefix]
                 self._backend.evict(prefix)
                 self._files.release(prefix)
+            telemetry.ADAPTERS.set(len(self._loaded))
 
 
 class AdapterScheduler:

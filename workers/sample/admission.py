@@ -24,6 +24,7 @@ from app.domain.sampling import SampleRequest
 from app.stores.redis.journal import RedisOpLog
 from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.backends.sampling.shares import shares
+from workers.process import telemetry
 from workers.process.fair_queue import FairQueue
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class BatchAdmission:
         self._fair_queue, self._weight_of = fair_queue, weight_of
         self._most = batch + max(1, batch // _SLACK)
         self._batch = batch
+        telemetry.BATCH_CAPACITY.set(batch)
         self._lock = threading.Lock()
         self._inside = Counter[str]()
         """Sequences in the engine by project."""
@@ -92,6 +94,7 @@ class BatchAdmission:
         with self._lock:
             if mine in self._waiting.get(mine.project, ()):
                 self._remove(mine)
+                self._count()
                 raise Aborted("the request was stopped before its turn")
 
     def _correct(self, mine: QueuedRequest, tokens_used: int) -> None:
@@ -113,6 +116,7 @@ class BatchAdmission:
             self._remove(mine)
             self._inside[mine.project] += mine.rows
             mine.admitted.set()
+        self._count()
 
     def _has_room(self, project: str) -> bool:
         """True if the project's next request may go in: a full batch makes room for a project below its share."""
@@ -128,6 +132,10 @@ class BatchAdmission:
         if not waiting:
             del self._waiting[mine.project]
             self._fair_queue.leave(mine.project)
+
+    def _count(self) -> None:
+        telemetry.BATCH_SEQUENCES.set(self._inside.total())
+        telemetry.BATCH_WAITING.set(sum(map(len, self._waiting.values())))
 
 
 @dataclass(frozen=True, slots=True)

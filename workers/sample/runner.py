@@ -175,6 +175,7 @@ class SampleRunner:
         if entry.attempts >= MAX_ATTEMPTS:
             if entry.in_doubt:
                 raise Unavailable("a worker that tried this request may still answer")
+            telemetry.GIVEN_UP.labels(entry.kind).inc()
             why = f"sampling did not finish in {MAX_ATTEMPTS} attempts and was given up"
             return _Ran(results.of_error(ServerOpError(why)))
         try:
@@ -204,8 +205,9 @@ class SampleRunner:
             output = self._backend.sample(adapter_id, request, handle)
         routes = self._keep_routes(entry.request_id, request.prompt, output)
         prompt, sampled = len(request.prompt), sum(len(sequence.tokens) for sequence in output.sequences)
-        telemetry.TOKENS.labels("prompt").inc(prompt)
-        telemetry.TOKENS.labels("sampled").inc(sampled)
+        uses = {"prompt": prompt, "prefilled": prompt - output.cached_tokens, "cached": output.cached_tokens}
+        for use, tokens in (uses | {"sampled": sampled}).items():
+            telemetry.TOKENS.labels(use).inc(tokens)
         usage = {PREFILLED: prompt - output.cached_tokens, CACHED: output.cached_tokens, SAMPLED: sampled}
         counted = {kind: amount for kind, amount in usage.items() if amount}
         return _Ran(Result(encode_sample(output), PROTOBUF), counted, routes)

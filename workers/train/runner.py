@@ -20,6 +20,7 @@ from app.domain.results import Result
 from app.errors import Fenced, Gone, NewerContent, NotFound, Requeue, ServerOpError, Unavailable
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry, NextOp, OwnedElsewhere
+from workers.process import telemetry
 from workers.train.committer import BackgroundSaves, Committer, StartedOp
 from workers.train.owner import MAX_ATTEMPTS, Broken, Exhausted, OpResult, Owner, Resident, Unrestorable
 from workers.train.scheduler import RetryBackoff, Scheduler
@@ -110,6 +111,7 @@ class TrainingRunner:
             except Exhausted as spent:
                 failure = _given_up(spent.entry)
                 self._oplog.commit(spent.lease, spent.entry.seq, failure.result, (), failure.failure)
+                telemetry.GIVEN_UP.labels(spent.entry.kind).inc()
                 if seq > spent.entry.seq:
                     continue
                 return self._oplog.outcome(request_id)

@@ -24,6 +24,7 @@ from app.stores.objects.base import (
     temporary_file,
     whole_file,
 )
+from app.telemetry import store_call
 
 _UNFINISHED = ".unfinished"
 # Longer than any copy takes; a younger file may belong to a live process.
@@ -60,6 +61,7 @@ class FolderStore:
             ) from None
         _remove_abandoned(self._unfinished)
 
+    @store_call("put")
     def put_new(self, key: str, source: Path | bytes) -> bool:
         """Stores a file; False (nothing changes) when the key exists. The file is on disk when the call returns."""
         target = self._path(key)
@@ -70,16 +72,19 @@ class FolderStore:
                 self._write(data, file)
                 return self._link(temporary, target)
 
+    @store_call("get")
     def get(self, key: str, target: Path, most_bytes: int | None = None) -> None:
         """Fetches an object to a local file, whole or not at all. Raises NotFound, and TooLarge."""
         with self._outages(key), self._path(key).open("rb") as data, whole_file(target) as file:
             copy_bounded(iter(partial(data.read, 2**20), b""), file, most_bytes)
 
+    @store_call("read")
     def read(self, key: str) -> bytes:
         """The bytes of a small object. Raises NotFound."""
         with self._outages(key):
             return self._path(key).read_bytes()
 
+    @store_call("copy")
     def copy(self, source: str, target: str) -> None:
         """Gives an object a second key: a hard link to the same file. A repeat changes nothing. Raises NotFound."""
         found, place = self._path(source), self._path(target)
@@ -88,6 +93,7 @@ class FolderStore:
                 raise self._absence(source)
             self._link(found, place)
 
+    @store_call("list")
     def list(self, prefix: str) -> list[str]:
         """Keys that start with `prefix`, sorted."""
         folder = self._root / check_prefix(prefix).rpartition("/")[0]
@@ -96,6 +102,7 @@ class FolderStore:
         self._check_mounted()
         return found
 
+    @store_call("delete")
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects. A missing key is no error.
 
@@ -108,6 +115,7 @@ class FolderStore:
             self._remove_empty(path.parent)
         self._check_mounted()
 
+    @store_call("size")
     def size(self, key: str) -> int:
         """The bytes of an object. Raises NotFound."""
         path = self._path(key)

@@ -31,6 +31,7 @@ from app import sockets
 from app.errors import NotFound, SetupError, Unavailable
 from app.settings import StoreSettings
 from app.stores.objects.base import check_key, check_prefix, copy_bounded, whole_file
+from app.telemetry import store_call
 
 log = logging.getLogger(__name__)
 # A part is in memory while it is sent. S3 takes 5 GiB in one request, and 10,000 parts of this size are 640 GiB.
@@ -78,6 +79,7 @@ class S3Store:
         self._is_checked = False
         self._open(may_be_away)
 
+    @store_call("put")
     def put_new(self, key: str, source: Path | bytes) -> bool:
         """Stores a file; False (nothing changes) when the key exists."""
         check_key(key)
@@ -88,16 +90,19 @@ class S3Store:
             return status == 200
         raise Unavailable(f"{self._where} answered {status} when storing {key!r}")
 
+    @store_call("get")
     def get(self, key: str, target: Path, most_bytes: int | None = None) -> None:
         """Fetches an object to a local file, whole or not at all. Raises NotFound, and TooLarge."""
         with self._reading(key) as answer, whole_file(target) as file:
             copy_bounded(answer.stream(2**20, decode_content=False), file, most_bytes)
 
+    @store_call("read")
     def read(self, key: str) -> bytes:
         """The bytes of a small object. Raises NotFound."""
         with self._reading(key) as answer:
             return answer.read(decode_content=False)
 
+    @store_call("copy")
     def copy(self, source: str, target: str) -> None:
         """Gives an object a second key; a repeat changes nothing. Raises NotFound.
 
@@ -106,6 +111,7 @@ class S3Store:
         with self._outages(source):
             self._client.copy_object(self._bucket, check_key(target), CopySource(self._bucket, check_key(source)))
 
+    @store_call("list")
     def list(self, prefix: str) -> list[str]:
         """Keys that start with `prefix`, sorted."""
         check_prefix(prefix)
@@ -113,6 +119,7 @@ class S3Store:
             found = self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
             return sorted(item.object_name for item in found if not item.is_dir)
 
+    @store_call("delete")
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects. A missing key is no error. Raises Unavailable when the server kept an object."""
         doomed = [DeleteObject(check_key(key)) for key in keys]
@@ -121,6 +128,7 @@ class S3Store:
         if kept:
             raise Unavailable(f"{self._where} did not delete {len(kept)} objects, the first is {kept[0]!r}")
 
+    @store_call("size")
     def size(self, key: str) -> int:
         """The bytes of an object. Raises NotFound."""
         with self._outages(key):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.unit.app.api.test_sampling import body as sample_body
 from tests.unit.app.conftest import BASE, Api, batch
 
 
@@ -32,3 +33,32 @@ def test_request_times_are_kept_by_route_not_by_url(api: Api) -> None:
     routes = {dict(labels).get("route") for name, labels in samples(api) if name == "tinsmith_request_seconds_count"}
     assert "/api/v1/samplers/<sampler_id>" in routes
     assert not any(sampler in str(route) for route in routes)
+
+
+def test_errors_are_counted_by_status_and_kind_not_by_message(api: Api) -> None:
+    def count(status: str, error: str) -> float:
+        return samples(api).get(("tinsmith_errors_total", frozenset({("status", status), ("error", error)})), 0)
+
+    before = count("404", "NotFound"), count("401", "Unauthorized"), count("422", "Unprocessable Entity")
+    for _ in range(2):
+        api.get("samplers/none:sample:0")
+    api.client.get("/api/v1/samplers/none")
+    api.post("create_session", {"tags": 3})
+    after = count("404", "NotFound"), count("401", "Unauthorized"), count("422", "Unprocessable Entity")
+    assert [new - old for new, old in zip(after, before, strict=True)] == [2, 1, 1]
+
+
+def test_the_time_of_admissions_and_polls_is_kept(api: Api) -> None:
+    trained, sampled = (
+        ("tinsmith_admit_seconds_count", frozenset({("kind", kind)})) for kind in ("forward_backward", "sample")
+    )
+    polled = ("tinsmith_poll_seconds_count", frozenset())
+    model, sampler, before = api.model(), api.sampler(), samples(api)
+    for _ in range(2):
+        answer = api.forward_backward(batch(model, 1))
+        assert api.post("asample", sample_body(sampler)).status_code == 200
+    api.commit(model, 1)
+    api.post("retrieve_future", {"request_id": answer.json["request_id"]})
+    after = samples(api)
+    counted = [after[metric] - before.get(metric, 0) for metric in (trained, sampled, polled)]
+    assert counted == [1, 1, 1], "a repeat is no admission"

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
 from app.errors import NotFound, Unavailable
 from app.stores.objects.folder import FolderStore
@@ -78,3 +79,17 @@ def test_users_who_may_write_to_the_folder_share_its_files_whatever_the_umask(
     assert {each.stat().st_mode & 0o777 for each in made if each.is_dir()} == {folder}
     assert {each.stat().st_mode & 0o777 for each in made if each.is_file()} == {file}
     assert {bool(each.stat().st_mode & 0o2000) for each in made if each.is_dir()} == {bool(root & 0o2000)}
+
+
+def test_an_outage_is_counted_and_a_missing_object_is_none(tmp_path: Path):
+    def outages() -> float:
+        return REGISTRY.get_sample_value("tinsmith_object_store_outages_total") or 0.0
+
+    store, before = FolderStore(tmp_path / "objects", "secret", "http://x"), outages()
+    with pytest.raises(NotFound):
+        store.read("a/key")
+    assert outages() == before
+    (tmp_path / "objects").rename(tmp_path / "away")
+    with pytest.raises(Unavailable):
+        store.read("a/key")
+    assert outages() == before + 1

@@ -1,0 +1,160 @@
+"""Work moves the metrics of a worker: attempts, restores, snapshots, leases, tokens, adapters and the batch."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+from prometheus_client import REGISTRY
+
+from app.errors import Requeue
+from app.stores.redis import keys
+from tests.unit.workers.checkpoints.test_snapshots import Shaky, train
+from tests.unit.workers.conftest import MODEL, World, await_true, step
+from tests.unit.workers.sample.test_adapters import Make, RecordingBackend, make, store
+from tests.unit.workers.sample.test_admission import BATCH, Engine
+from tests.unit.workers.sample.test_runner import REQUEST, SESSION, admit, backend, runner
+from workers.backends.sampling.base import RequestHandle, SamplerBackend
+
+__all__ = ["backend", "make", "store"]
+
+
+@pytest.fixture
+def shaky(tmp_path: Path) -> Shaky:
+    return Shaky(tmp_path / "shaky")
+
+
+def value(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"tinsmith_{name}", labels) or 0.0
+
+
+def die(world: World, seq: int, times: int) -> None:
+    """Begins the Op in workers that die of it."""
+    for number in range(times):
+        worker = world.worker(f"dead/{number}")
+        lease = world.oplog.acquire(MODEL, worker.parts.worker)
+        world.oplog.next(lease, seq)
+        world.client.delete(keys.lease(MODEL))
+
+
+def test_an_op_that_ends_counts_the_attempts_that_killed_its_workers(world: World):
+    before = value("lost_attempts_total", kind="create_model")
+    die(world, 0, 2)
+    world.outlast(f"{MODEL}:0")
+    assert not world.worker("a/1").handle(0, "create_model").failed
+    assert value("lost_attempts_total", kind="create_model") == before + 2
+
+
+def test_an_op_that_is_given_up_is_counted_once(world: World):
+    before = value("given_up_ops_total", kind="create_model")
+    die(world, 0, 3)
+    worker = world.worker("a/1")
+    with pytest.raises(Requeue):  # the last of these workers may only be cut off
+        worker.handle(0, "create_model")
+    world.outlast(f"{MODEL}:0")
+    assert [worker.handle(0, "create_model").failed for _ in range(2)] == [True, True]
+    assert value("given_up_ops_total", kind="create_model") == before + 1
+
+
+def test_a_sample_that_is_given_up_is_counted_once(world: World, backend: SamplerBackend):
+    before = value("given_up_ops_total", kind="sample")
+    request = admit(world, 0)
+    for number in range(3):
+        world.oplog.claim_sample(request, f"dead/{number}")
+        world.client.delete(keys.lease(request))
+    successor = runner(world, backend, "s/1")
+    with pytest.raises(Requeue):
+        successor.handle(request, SESSION, "sample")
+    world.outlast(request)
+    assert successor.handle(request, SESSION, "sample").failed
+    assert value("given_up_ops_total", kind="sample") == before + 1
+
+
+def test_a_restore_counts_once_with_each_op_that_it_runs_again(world: World):
+    first = world.worker("a/1")
+    first.handle(0, "create_model")
+    for seq, op in enumerate([*step(0), *step(1)], 1):
+        world.admit(seq, op)
+        first.handle(seq, op.kind)
+    before = value("restore_seconds_count"), value("replayed_ops_total")
+    second = world.worker("a/2")
+    second.owner.own(MODEL)
+    assert (value("restore_seconds_count"), value("replayed_ops_total")) == (before[0] + 1, before[1] + 5)
+    second.owner.own(MODEL)
+    assert value("restore_seconds_count") == before[0] + 1, "a model that is here is not restored"
+
+
+def test_changes_age_until_they_are_in_a_durable_snapshot(world: World):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    assert value("snapshot_age_seconds") == 0, "a new model has nothing to lose"
+    for seq, op in enumerate(step(0), 1):
+        world.admit(seq, op)
+        worker.handle(seq, op.kind)
+    age = value("snapshot_age_seconds")
+    assert age > 0
+    await_true(lambda: value("snapshot_age_seconds") > age, "it grows")
+    worker.snapshots.settle(worker.owner.residents()[MODEL], within_s=60.0)
+    assert value("snapshot_age_seconds") == 0
+
+
+def test_changes_in_a_snapshot_that_cannot_be_uploaded_age_beside_newer_ones(world: World, shaky: Shaky):
+    worker = world.worker("a/1", share=math.inf, store=shaky)
+    worker.handle(0, "create_model")
+    shaky.away = True
+    train(world, worker, [0])
+    began = time.monotonic()
+    train(world, worker, [1])
+    resident = worker.owner.residents()
+    assert worker.snapshots.age_s(resident) > time.monotonic() - began, "the first step is older than the second"
+    shaky.away = False
+    await_true(lambda: worker.snapshots.age_s(resident) == 0, "both are durable")
+
+
+def test_a_lease_that_another_worker_took_is_counted(world: World):
+    before = value("lost_leases_total")
+    keeper = world.worker("a/1", lease_s=3600).parts.keeper
+    world.oplog.acquire(MODEL, "a/1")
+    keeper.add(MODEL, time.monotonic())
+    keeper._renew()
+    assert value("lost_leases_total") == before, "it is still held"
+    world.client.delete(keys.lease(MODEL))
+    world.oplog.acquire(MODEL, "b/1")
+    keeper._renew()
+    keeper._renew()
+    assert value("lost_leases_total") == before + 1
+
+
+def test_a_prompt_counts_as_prefilled_and_cached_tokens(world: World, backend: SamplerBackend):
+    uses = ("prompt", "prefilled", "cached", "sampled")
+    before = {use: value("tokens_total", use=use) for use in uses}
+    runner(world, backend, "s/1").handle(admit(world, 0), SESSION, "sample")
+    counted = {use: value("tokens_total", use=use) - before[use] for use in uses}
+    assert counted["prompt"] == len(REQUEST.prompt) == counted["prefilled"] + counted["cached"]
+    assert counted["sampled"] == REQUEST.num_samples * REQUEST.max_tokens
+
+
+def test_adapters_are_counted_where_they_are_and_as_they_are_used(make: Make):
+    adapters = make(RecordingBackend(), most=2)
+    before = {cache: value("adapter_uses_total", cache=cache) for cache in ("hit", "miss")}
+    for prefix in ("a", "a", "b", "c"):
+        with adapters.use(prefix, "me", RequestHandle()):
+            pass
+    found = {cache: value("adapter_uses_total", cache=cache) - before[cache] for cache in ("hit", "miss")}
+    assert (found, value("loaded_adapters")) == ({"hit": 1, "miss": 3}, 2)
+
+
+def test_the_batch_shows_how_full_it_is_and_who_waits():
+    engine = Engine()
+    for _ in range(BATCH + 3):
+        engine.come("me")
+    engine.await_inside(BATCH + 1)
+    assert value("batch_capacity") == BATCH
+    assert (value("batch_sequences"), value("batch_waiting")) == (BATCH + 1, 2)
+    engine.abort(BATCH + 2)
+    assert value("batch_waiting") == 1
+    while engine.inside:
+        engine.end(engine.inside[0][0])
+    assert (value("batch_sequences"), value("batch_waiting")) == (0, 0)
