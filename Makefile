@@ -44,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test unit extras lint dist bench chaos faults soak week property recipes fuzz openapi mutants clean
-.PHONY: alerts docs families gpu-check ui upgrade upgrade-fixture hashes isa images compose-up compose-train compose-down
+.PHONY: alerts dashboards docs families gpu-check ui upgrade upgrade-fixture hashes isa images compose-up compose-train compose-down
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,10 @@ ui: $(TEST_SETUP)  ## Use the console in headless Chromium while a run trains (D
 alerts:  ## Check and test the alert rules with promtool (Debian: apt install prometheus)
 	promtool check config ops/prometheus/prometheus.yml
 	promtool test rules ops/prometheus/alerts_test.yml
+
+dashboards: $(TEST_SETUP)  ## Write the dashboard, and run its queries in a Prometheus that scrapes a stack (Debian: prometheus)
+	$(BIN)/python -m ops.grafana
+	$(BIN)/python -m pytest tests/dashboards
 
 gpu-check: $(TEST_SETUP)  ## Check and measure training on this machine's GPU in 10 minutes; JSON in ops/bench/results
 	$(BIN)/python -m ops.gpu_check

@@ -1,0 +1,1 @@
+"""Grafana dashboards on Tinsmith's metrics; `python -m ops.grafana` writes their JSON."""

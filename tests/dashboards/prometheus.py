@@ -1,0 +1,90 @@
+"""A real Prometheus that scrapes a stack (Debian: apt install prometheus)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.servers import free_port
+
+STEP_S = 1
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    url: str
+    started: float
+
+    def series(self, query: str) -> list[dict[str, Any]]:
+        """The series of a query from the start until now. Raises AssertionError for a query that is not valid."""
+        asked = {"query": query, "start": self.started, "end": time.time(), "step": STEP_S}
+        try:
+            answer = self._get("/api/v1/query_range", asked)
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{query}: {error.read().decode()}") from error
+        found: list[dict[str, Any]] = answer["data"]["result"]
+        return found
+
+    def scraped(self) -> int:
+        """The targets that answer."""
+        targets = self._get("/api/v1/targets", {})["data"]["activeTargets"]
+        return sum(target["health"] == "up" for target in targets)
+
+    def alerts(self) -> set[str]:
+        """The names of the rules that Prometheus evaluates without an error."""
+        groups = self._get("/api/v1/rules", {})["data"]["groups"]
+        return {rule["name"] for group in groups for rule in group["rules"] if rule["health"] == "ok"}
+
+    def _get(self, path: str, asked: dict[str, Any]) -> Any:
+        with urllib.request.urlopen(f"{self.url}{path}?{urllib.parse.urlencode(asked)}", timeout=60) as answer:
+            return json.load(answer)
+
+
+@contextlib.contextmanager
+def scraping(program: str, folder: Path, urls: Sequence[str], rules: Path) -> Iterator[Prometheus]:
+    """Runs Prometheus over these metrics URLs, once a second, with the alert rules of a file."""
+    config = {
+        "global": {"scrape_interval": f"{STEP_S}s", "evaluation_interval": f"{STEP_S}s"},
+        "rule_files": [str(rules)],
+        "scrape_configs": [
+            {
+                "job_name": "tinsmith",
+                "static_configs": [{"targets": [urllib.parse.urlsplit(url).netloc for url in urls]}],
+            }
+        ],
+    }
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    port = free_port()
+    command = [program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        found = Prometheus(f"http://127.0.0.1:{port}", time.time())
+        _await_ready(found.url, process)
+        yield found
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _await_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        assert process.poll() is None, "Prometheus ended; its log says why"
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{url}/-/ready", timeout=5).close()
+            return
+        time.sleep(0.1)
+    raise AssertionError("Prometheus is not ready after a minute")
