@@ -44,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test unit extras lint dist bench chaos faults soak week property recipes fuzz openapi mutants clean
-.PHONY: alerts dashboards docs families gpu-check ui upgrade upgrade-fixture hashes isa images compose-up compose-train compose-down
+.PHONY: alerts chart dashboards docs families gpu-check ui upgrade upgrade-fixture hashes isa images compose-up compose-train compose-down
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -143,6 +143,9 @@ isa: $(TEST_SETUP)  ## Run parity, conformance and chaos tests at lower CPU inst
 	  TORCHINDUCTOR_CACHE_DIR=$$caches/inductor VLLM_CACHE_ROOT=$$caches/vllm \
 	  $(PYTEST) tests/parity tests/conformance tests/chaos || exit 1; \
 	done
+
+chart: $(TEST_SETUP)  ## Lint and render the Helm chart with each set of values, and validate the manifests
+	$(BIN)/python -m ops.helm
 
 images: $(TEST_SETUP)  ## Build the images; without Docker, install and start an engine (root on Debian)
 	$(BIN)/python -m ops.containers images

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import re
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import jsonschema
+import pytest
+import yaml
+
+from ops.helm import __main__ as command
+from ops.helm import chart
+from tests.unit.ops.compose import COMPOSE, ROOT
+from tests.unit.ops.helm.rendered import SETS, containers, manifest, manifests, values
+
+SECRET = re.compile("PASSWORD|KEY|AUTH|SECRET|USER|URL")
+
+
+def test_there_are_values_for_a_cpu_one_gpu_eight_gpus_and_several_nodes():
+    assert SETS == ["cpu-demo", "eight-gpus", "one-gpu", "several-nodes"]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_chart_is_clean_and_every_manifest_is_valid(name: str):
+    assert chart.lint(values(name)) == []
+    for one in manifests(name):
+        chart.validate(one)
+
+
+def test_the_command_finds_no_mistake_in_the_chart_and_one_in_a_broken_chart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(chart, "VALUES", chart.VALUES[:1])
+    assert command.main() == 0
+    broken = tmp_path / "tinsmith"
+    shutil.copytree(chart.CHART, broken)
+    template = broken / "templates" / "api.yaml"
+    template.write_text(template.read_text().replace("imagePullPolicy:", "imagePullPolcy:"))
+    monkeypatch.setattr(chart, "CHART", broken)
+    assert command.main() == 1
+    assert "imagePullPolcy" in capsys.readouterr().err
+    template.write_text(template.read_text().replace("{{- end }}", "", 1))
+    assert command.main() > 0
+
+
+def _container(one: dict[str, Any]) -> dict[str, Any]:
+    return next(iter(chart.containers(one)))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "ending", "spoil"),
+    [
+        ("cpu-demo", "Deployment", "-api", lambda one: one["spec"].update(replicas="two")),
+        ("cpu-demo", "Deployment", "-api", lambda one: _container(one).update(imagePullPolcy="Always")),
+        ("cpu-demo", "StatefulSet", "-valkey", lambda one: one["spec"].pop("selector")),
+        ("cpu-demo", "NetworkPolicy", "-all", lambda one: one["spec"].update(policyTypes="Ingress")),
+        ("cpu-demo", "PodDisruptionBudget", "-api", lambda one: one["spec"].update(maxUnavailble=1)),
+        ("eight-gpus", "HorizontalPodAutoscaler", "-api", lambda one: one["spec"].pop("maxReplicas")),
+        ("eight-gpus", "ScaledObject", "-trainer-qwen3-32b", lambda one: one["spec"].update(minReplicas=0)),
+        ("eight-gpus", "ScaledObject", "-trainer-qwen3-32b", lambda one: one["spec"]["scaleTargetRef"].pop("name")),
+        ("eight-gpus", "ServiceMonitor", "-metrics", lambda one: one["spec"]["endpoints"][0].update(interval="soon")),
+        (
+            "several-nodes",
+            "LeaderWorkerSet",
+            "-trainer-qwen3-235b",
+            lambda one: one["spec"]["leaderWorkerTemplate"].update(restartPolicy="Never"),
+        ),
+        ("several-nodes", "LeaderWorkerSet", "-trainer-qwen3-235b", lambda one: _container(one).update(ports="all")),
+    ],
+)
+def test_a_broken_manifest_is_caught_by_the_same_check(
+    name: str, kind: str, ending: str, spoil: Callable[[dict[str, Any]], object]
+):
+    broken = manifest(name, kind, ending)
+    spoil(broken)
+    with pytest.raises(jsonschema.ValidationError):
+        chart.validate(broken)
+
+
+def _with(path: str, value: Any, name: str = "cpu-demo") -> dict[str, Any]:
+    """A set of values with another value at a path."""
+    found = values(name)
+    *parents, last = path.split(".")
+    place: Any = found
+    for parent in parents:
+        place = place[int(parent)] if isinstance(place, list) else place.setdefault(parent, {})
+    place[last] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("secret", "", "secret"),
+        ("baseModels", [], "baseModels"),
+        ("baseModels.0.id", "Qwen/Qwen3", "id"),
+        ("baseModels.0.trianer", {}, "trianer"),
+        ("baseModels.0.trainer.replicas", "two", "replicas"),
+        ("baseModels.0.trainer.nodes", 2, "gpus"),
+        ("baseModels.0.sampler", {"nodes": 2, "gpus": 8, "resources": {"requests": {}, "limits": {}}}, "nodes"),
+        ("baseModels.0.trainer.resources", {}, "requests"),
+        ("valkey.maxmemory", "2 GB", "maxmemory"),
+        ("handover.hostPath", "dev/shm", "hostPath"),
+        ("minio.bundled", False, "store"),
+        ("settings.redis", {"url": "redis://:hush@redis"}, "redis"),
+        ("api.replica", 3, "replica"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(path: str, value: Any, said: str):
+    wrong = _with(path, value)
+    with pytest.raises(helm_python.HelmError, match=said):
+        chart.render(wrong)
+    assert chart.lint(wrong) != []
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "said"),
+    [
+        ("several-nodes", "ssh.secret", "", "ssh.secret"),
+        ("several-nodes", "data.claim", "", "data.claim"),
+        ("several-nodes", "networkPolicy.egress", [], "networkPolicy.egress"),
+        ("cpu-demo", "baseModels", values("cpu-demo")["baseModels"] * 2, "an id of its own"),
+        ("cpu-demo", "baseModels.0.id", "a-name-of-four-and-twenty", "baseModels"),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused_with_the_remedy(name: str, path: str, value: Any, said: str):
+    with pytest.raises(helm_python.HelmError, match=said):
+        chart.render(_with(path, value, name))
+
+
+def test_a_release_whose_objects_would_have_too_long_names_is_refused():
+    with helm_python.Chart.load(chart.CHART) as one, pytest.raises(helm_python.HelmError, match="shorter name"):
+        one.render(values("cpu-demo"), name="r" * 40, namespace="ml")
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_no_secret_has_a_default_or_a_value_in_the_chart(name: str):
+    assert not manifests(name, "Secret")
+    for workload, container in containers(name):
+        for one in container.get("env", []):
+            if not SECRET.search(one["name"]):
+                continue
+            reference = one.get("valueFrom", {}).get("secretKeyRef", {})
+            assert reference.get("name") == values(name)["secret"] or ":$(VALKEY_PASSWORD)@" in one["value"], workload
+            assert not reference.get("optional")
+    defaults = yaml.safe_load((chart.CHART / "values.yaml").read_text())
+    assert (defaults["secret"], defaults["ssh"]["secret"]) == ("", "")
+    for one in manifests(name, "ConfigMap"):
+        assert not re.search("hush|password|secret_key|access_key|api_keys", str(one["data"])), one["metadata"]["name"]
+
+
+def test_only_the_api_has_the_clients_key_and_members_of_a_group_have_no_secret_but_their_ssh_keys():
+    for name in SETS:
+        for workload, container in containers(name):
+            names = {one["name"] for one in container.get("env", [])}
+            assert ("TINSMITH_API_KEY" in names) == (workload == "tinsmith-api"), workload
+            assert container["name"] != "member" or not names
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_container_has_probes_resources_and_no_privileges(name: str):
+    for workload, container in containers(name):
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert {"httpGet", "exec", "tcpSocket"} & container[probe].keys(), (workload, probe)
+        resources = container["resources"]
+        assert {"cpu", "memory"} <= resources["requests"].keys(), workload
+        assert "memory" in resources["limits"], workload
+        security = container["securityContext"]
+        assert security == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }, workload
+    for one in manifests(name):
+        for pod in chart.pods(one):
+            spec = pod["spec"]
+            assert spec["automountServiceAccountToken"] is False
+            assert spec["securityContext"]["runAsNonRoot"] is True
+            assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_mount_has_a_volume_and_every_volume_is_mounted(name: str):
+    for one in manifests(name):
+        claimed = {claim["metadata"]["name"] for claim in one.get("spec", {}).get("volumeClaimTemplates", [])}
+        for pod in chart.pods(one):
+            volumes = {volume["name"] for volume in pod["spec"].get("volumes", [])} | claimed
+            mounts = [mount for container in pod["spec"]["containers"] for mount in container["volumeMounts"]]
+            assert {mount["name"] for mount in mounts} == volumes, one["metadata"]["name"]
+
+
+def test_versions_are_those_of_the_project_and_of_its_compose_file():
+    about = yaml.safe_load((chart.CHART / "Chart.yaml").read_text())
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    defaults = yaml.safe_load((chart.CHART / "values.yaml").read_text())
+    assert about["version"] == about["appVersion"] == defaults["image"]["tag"] == version
+    assert defaults["valkey"]["image"] == services["redis"]["image"]
+    assert defaults["minio"]["image"] == services["minio"]["image"]
+    for image in ("api", "worker"):
+        built = services[{"api": "api", "worker": "trainer"}[image]]["image"]
+        assert f"{defaults['image'][image]}:{version}" == built
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_pod_is_shut_off_from_everybody_but_those_that_a_rule_names(name: str):
+    (everything,) = [one for one in manifests(name, "NetworkPolicy") if one["metadata"]["name"].endswith("-all")]
+    assert everything["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert "ingress" not in everything["spec"]
+    ours = everything["spec"]["podSelector"]["matchLabels"]
+    for one in manifests(name):
+        for pod in chart.pods(one):
+            assert ours.items() <= pod["metadata"]["labels"].items(), one["metadata"]["name"]
+    for one in manifests(name, "NetworkPolicy"):
+        public = one["metadata"]["name"].endswith(("-api", "-downloads"))
+        assert public or all(rule["from"] for rule in one["spec"].get("ingress", [])), one["metadata"]["name"]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_service_and_policy_selects_pods_and_names_their_ports(name: str):
+    every = [pod for one in manifests(name) for pod in chart.pods(one)]
+    for one in [
+        *manifests(name, "Service"),
+        *manifests(name, "NetworkPolicy"),
+        *manifests(name, "PodDisruptionBudget"),
+    ]:
+        spec = one["spec"]
+        selector = spec.get("selector") or spec["podSelector"]
+        labels = selector.get("matchLabels", selector)
+        selected = [pod for pod in every if labels.items() <= pod["metadata"]["labels"].items()]
+        assert selected, one["metadata"]["name"]
+        ports = {port["name"] for pod in selected for each in pod["spec"]["containers"] for port in each["ports"]}
+        assert {port["targetPort"] for port in spec.get("ports", [])} <= ports

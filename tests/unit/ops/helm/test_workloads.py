@@ -1,0 +1,200 @@
+"""The chart's workloads beside the code that they run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.services.base_models import roles
+from app.settings import load
+from app.settings.gpus import for_each
+from app.stack import checks, placement
+from ops.helm import chart
+from tests.unit.ops.compose import ROOT
+from tests.unit.ops.helm.rendered import SETS, containers, environment, manifest, manifests, settings
+from workers.process import multinode, orderly_stop, runtime
+
+WORKERS = ("StatefulSet", "LeaderWorkerSet")
+
+
+def workers(name: str) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """Each workload that runs a worker, with its pod and the worker's container."""
+    found = []
+    for kind in WORKERS:
+        for one in manifests(name, kind):
+            for pod in chart.pods(one):
+                found += [(one, pod, each) for each in pod["spec"]["containers"] if each["name"] == "worker"]
+    return found
+
+
+def arguments(container: dict[str, Any]) -> list[str]:
+    return [*container["command"], *container.get("args", [])]
+
+
+def option(container: dict[str, Any], name: str) -> str:
+    words = arguments(container)
+    return words[words.index(name) + 1]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_process_loads_the_rendered_settings_and_its_secrets(name: str, tmp_path: Path):
+    loaded = [
+        settings(name, tmp_path, each) for _, each in containers(name) if "TINSMITH_SETTINGS" in environment(each)
+    ]
+    assert len(loaded) == 1 + len(workers(name))
+    for found in loaded:
+        assert "hush" in found.redis.url
+        assert "hush" in found.broker_url
+        assert found.store.access_key == found.store.secret_key == "hush"
+        for base in found.base_models:
+            base.check_quantized()
+            checks.ranks(base)
+        placement.check(found)
+    assert [bool(found.api_keys) for found in loaded].count(True) == 1
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_every_worker_serves_a_base_model_of_the_settings_with_its_gpus_and_its_port(name: str, tmp_path: Path):
+    started = set()
+    for one, _, container in workers(name):
+        found = settings(name, tmp_path, container)
+        base = found.base_model(option(container, "--base"))
+        assert base is not None
+        role = "trainer" if "workers.trainer" in " ".join(arguments(container)) else "sampler"
+        if "--full" in arguments(container):
+            role = f"full_{role}"
+        section = base.workers["full" if role == "full_trainer" else role]
+        assert for_each(role, section.devices, section.count) == ((),)
+        assert [port["containerPort"] for port in container["ports"]] == [section.metrics_port]
+        gpus = sum(n for key, n in container["resources"]["limits"].items() if "nvidia.com" in key)
+        size = one["spec"].get("leaderWorkerTemplate", {}).get("size", 1)
+        assert gpus * size in (0, section.gpus_needed)
+        started.add((role, base.name))
+    assert started == {(role, base.name) for base in found.base_models for role in roles(base)}
+
+
+def test_a_section_without_workers_is_off_and_full_fine_tuning_has_workers_of_its_own(tmp_path: Path):
+    values = chart.values_of(chart.FOLDER / "values" / "cpu-demo.yaml")
+    (base,) = values["baseModels"]
+    base["full"] = base["full_sampler"] = base.pop("sampler")
+    rendered = chart.render(values)
+    for one in rendered:
+        chart.validate(one)
+    names = {one["metadata"]["name"] for one in rendered if one["kind"] == "StatefulSet"}
+    assert {"tinsmith-full-smollm2-135m", "tinsmith-full-sampler-smollm2-135m"} <= names
+    (config,) = [one for one in rendered if one["metadata"]["name"] == "tinsmith-settings"]
+    (tmp_path / "tinsmith.toml").write_text(config["data"]["tinsmith.toml"])
+    (found,) = load(tmp_path / "tinsmith.toml", {}).base_models
+    assert list(roles(found)) == ["trainer", "full_trainer", "full_sampler"]
+    for one in rendered:
+        if one["metadata"]["name"].startswith("tinsmith-full"):
+            for container in chart.containers(one):
+                assert arguments(container)[-1] == "--full"
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_worker_has_the_time_that_its_orderly_stop_takes_before_it_is_killed(name: str):
+    stop_s = orderly_stop._WITHIN_S + runtime._STOP_S
+    for one, pod, _ in workers(name):
+        needed = stop_s if one["kind"] == "StatefulSet" else stop_s + multinode._GRACE_S
+        assert pod["spec"]["terminationGracePeriodSeconds"] > needed, one["metadata"]["name"]
+        assert pod["spec"]["shareProcessNamespace"], "a PID 1 without a handler would not end while it loads"
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_api_is_replaced_without_a_gap_and_stops_in_time(name: str):
+    deployment = manifest(name, "Deployment", "-api")
+    assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    assert "replicas" in deployment["spec"] or manifests(name, "HorizontalPodAutoscaler")
+    assert deployment["spec"].get("replicas", 2) >= 2
+    (pod,) = chart.pods(deployment)
+    (container,) = chart.containers(deployment)
+    graceful_s = int(_constant("app/gunicorn_conf.py", "graceful_timeout"))
+    waits_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["spec"]["terminationGracePeriodSeconds"] > waits_s + graceful_s
+    paths = json.loads((ROOT / "docs" / "openapi.json").read_text())["paths"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["path"] in paths
+        assert container[probe]["httpGet"]["path"] != "/readyz", "no worker runs, and the API has to take the calls"
+
+
+def _constant(file: str, name: str) -> str:
+    (line,) = [line for line in (ROOT / file).read_text().splitlines() if line.startswith(f"{name} = ")]
+    return line.removeprefix(f"{name} = ")
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_new_weights_go_through_a_folder_that_trainers_and_samplers_share_or_through_the_object_store(
+    name: str, tmp_path: Path
+):
+    for _, pod, container in workers(name):
+        engine = settings(name, tmp_path, container).engine
+        shared = [volume for volume in pod["spec"]["volumes"] if "hostPath" in volume]
+        if engine.handover_bytes:
+            (volume,) = shared
+            (mount,) = [mount for mount in container["volumeMounts"] if mount["name"] == volume["name"]]
+            assert Path(engine.handover_dir).parent == Path(mount["mountPath"])
+        else:
+            assert shared == []
+
+
+def test_samplers_are_placed_beside_the_trainers_that_leave_weights_in_the_nodes_memory():
+    found = {one["metadata"]["name"]: pod["spec"].get("affinity") for one, pod, _ in workers("one-gpu")}
+    assert found["tinsmith-trainer-qwen3-4b"] is None
+    (term,) = found["tinsmith-sampler-qwen3-4b"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    labels = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
+    (trainer,) = [pod for one, pod, _ in workers("one-gpu") if "trainer" in one["metadata"]["name"]]
+    assert labels.items() <= trainer["metadata"]["labels"].items()
+
+
+def test_the_leader_writes_a_hostfile_with_a_slot_for_each_rank_itself_first(tmp_path: Path):
+    ((one, _, container),) = [found for found in workers("several-nodes") if found[0]["kind"] == "LeaderWorkerSet"]
+    trainer = settings("several-nodes", tmp_path, container).base_models[0].trainer
+    hosts = tmp_path / "hosts"
+    shell, flags, script, *rest = container["command"]
+    script = script.replace("/usr/sbin/sshd", "true").replace(trainer.hostfile, str(hosts))
+    assert "exec python " in script
+    script = script.replace("exec python ", "exec echo ")
+    environ = {"HOSTNAME": f"{one['metadata']['name']}-0", "PATH": "/usr/bin:/bin"}
+    command = [shell, flags, script, *rest, *container["args"]]
+    printed = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert printed.split() == ["-m", "workers.trainer", "--base", "Qwen/Qwen3-235B-A22B", "--name", "trainer"]
+    group = one["metadata"]["name"]
+    assert list(multinode.read_hostfile(hosts, trainer.ranks)) == [f"{group}-0.{group}", f"{group}-0-1.{group}"]
+
+
+def test_the_hosts_of_a_group_share_the_data_folder_and_reach_each_other():
+    group = manifest("several-nodes", "LeaderWorkerSet", "-trainer-qwen3-235b")
+    pods = list(chart.pods(group))
+    assert len(pods) == 2
+    volumes = [{volume["name"]: volume for volume in pod["spec"]["volumes"]} for pod in pods]
+    assert volumes[0]["data"] == volumes[1]["data"]
+    assert volumes[0]["data"].keys() == {"name", "persistentVolumeClaim"}
+    policy = manifest("several-nodes", "NetworkPolicy", "-trainer-qwen3-235b")["spec"]
+    selector = policy["podSelector"]["matchLabels"]
+    assert all(selector.items() <= pod["metadata"]["labels"].items() for pod in pods)
+    assert {"from": [{"podSelector": {"matchLabels": selector}}]} in policy["ingress"]
+    assert policy["egress"] == [{"to": [{"podSelector": {"matchLabels": selector}}]}]
+
+
+def _directives(text: str) -> dict[str, str]:
+    lines = (line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#"))
+    return dict(line for line in lines)
+
+
+def test_the_bundled_state_server_has_the_settings_of_the_compose_file():
+    ours = _directives(manifest("cpu-demo", "ConfigMap", "-valkey")["data"]["valkey.conf"])
+    assert ours == {**_directives((ROOT / "ops" / "redis" / "valkey.conf").read_text()), "dir": "/data"}
+    state, broker = (manifest("cpu-demo", "StatefulSet", ending) for ending in ("-valkey", "-broker"))
+    (claim,) = state["spec"]["volumeClaimTemplates"]
+    for one in (state, broker):
+        (container,) = chart.containers(one)
+        script = container["command"][-1]
+        assert "requirepass $REDISCLI_AUTH" in script, "the password is on no command line"
+        assert one["spec"]["replicas"] == 1
+    (mount,) = [mount for mount in next(chart.containers(state))["volumeMounts"] if mount["mountPath"] == ours["dir"]]
+    assert mount["name"] == claim["metadata"]["name"]
