@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -33,7 +33,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from app.errors import Unavailable
-from app.stores.redis.types import Pending
+from app.stores.redis.types import Pending, Waiting
 
 LOG_FIELDS = ("request_id", "model_id", "seq", "epoch", "applied", "waited_s", "run_s", "commit_s", "ops_in_pass")
 
@@ -91,12 +91,13 @@ class Queues(Collector):
 
     def __init__(self) -> None:
         self._pending: list[Pending] = []
+        self._backlogs: Mapping[tuple[str, str], Waiting] = {}
 
-    def set(self, pending: Iterable[Pending]) -> None:
-        """Replaces the values."""
-        self._pending = list(pending)
+    def set(self, pending: Iterable[Pending], backlogs: Mapping[tuple[str, str], Waiting]) -> None:
+        """Replaces the values. `backlogs` is by role and base model."""
+        self._pending, self._backlogs = list(pending), backlogs
 
-    def describe(self) -> tuple[GaugeMetricFamily, GaugeMetricFamily]:
+    def describe(self) -> tuple[GaugeMetricFamily, ...]:
         """The metrics without values."""
         depth = GaugeMetricFamily(
             "tinsmith_queue_depth", "Models and sampling requests with waiting calls", labels=["queue"]
@@ -104,10 +105,17 @@ class Queues(Collector):
         age = GaugeMetricFamily(
             "tinsmith_queue_age_seconds", "Longest time for which one of these made no progress", labels=["queue"]
         )
-        return depth, age
+        labels = ["base_model", "role"]
+        backlog = GaugeMetricFamily(
+            "tinsmith_backlog", "Models and sampling requests that need a worker of the role, also 0", labels=labels
+        )
+        backlog_age = GaugeMetricFamily(
+            "tinsmith_backlog_age_seconds", "Longest time for which one of these made no progress", labels=labels
+        )
+        return depth, age, backlog, backlog_age
 
     def collect(self) -> Iterator[Metric]:
-        depth, age = self.describe()
+        depth, age, backlog, backlog_age = self.describe()
         depths, ages = Counts[str](), dict[str, float]()
         for waiting in self._pending:
             depths[waiting.queue] += 1
@@ -115,7 +123,11 @@ class Queues(Collector):
         for queue, seconds in ages.items():
             depth.add_metric([queue], depths[queue])
             age.add_metric([queue], seconds)
-        yield from (depth, age)
+        # Each role has a value: an autoscaler takes a missing one for a fault.
+        for (role, base_model), its in self._backlogs.items():
+            backlog.add_metric([base_model, role], its.number)
+            backlog_age.add_metric([base_model, role], its.oldest_s)
+        yield from (depth, age, backlog, backlog_age)
 
 
 QUEUES = Queues()

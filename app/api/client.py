@@ -151,5 +151,5 @@ def readyz() -> tuple[dict[str, Any], int]:
 @operations_blueprint.response(200, content_type="text/plain")
 def metrics() -> Response:
     """Return Prometheus metrics of the API process and of the queues."""
-    QUEUES.set(services().oplog.pending(depth=1))
+    QUEUES.set(services().oplog.pending(depth=1), services().queue.backlogs())
     return Response(exposition(), content_type=CONTENT_TYPE_LATEST)

@@ -13,6 +13,9 @@ know every field there."""
 READS_GRADIENTS = "reads_gradients"
 """The part of a trainer's description that says that it restores snapshots with pending gradients. Trainers of earlier
 versions say nothing."""
+LAST_WORKERS = "last_workers"
+"""The namespace of the last worker of each role and base model that started. These records stay: an API process that
+starts while no worker runs has the facts of the base model from them."""
 ENCRYPTED = ".age"
 """Suffix of the names of encrypted files."""
 
@@ -243,6 +246,16 @@ class Refusal:
     @staticmethod
     def id(role: str, base_model: str) -> str:
         return f"{role}/{base_model}"
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A worker of a role that is needed although no call of its queue waits. The record expires soon after the last
+    need."""
+
+    namespace: ClassVar[str] = "demands"
+    role: str
+    base_model: str
 
 
 @dataclass(frozen=True, slots=True)

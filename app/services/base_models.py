@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from app import ids
+from app.dispatch import sample_queue, train_queue
 from app.domain.adapters import Shapes, of_rows
-from app.domain.records import READS_IMAGES, BaseModelInfo, Refusal, Worker
+from app.domain.records import LAST_WORKERS, READS_IMAGES, BaseModelInfo, Demand, Refusal, Worker
 from app.errors import BadRequest, Unavailable
 from app.settings import BaseModelSettings, Settings
 from app.stores.redis.records import RedisRecords, load
@@ -72,6 +73,9 @@ class BaseModels:
                 raise BadRequest(f"{name} has no {role} here: {_SECTIONS[role]}.count is 0 in the server's settings")
             if reason := self._refusals().get((role, name)):
                 raise BadRequest(f"no {role} can serve {name}: {reason}")
+            found = self._of_last_worker(role, name)
+        if found is None:
+            self._records.put_demand(role, name)
             raise Unavailable(f"no {role} for {name} is up yet; try again soon")
         return found
 
@@ -80,6 +84,19 @@ class BaseModels:
         if (role, name) not in self._known:
             self.live()
         return self._known.get((role, name))
+
+    def _of_last_worker(self, role: str, name: str) -> BaseModelInfo | None:
+        """The facts that the last worker reported, or None if there was none."""
+        fields = self._records.get(LAST_WORKERS, Refusal.id(role, name))
+        if fields is None:
+            return None
+        self._learn([load(Worker, fields)])
+        return self._known[role, name]
+
+    def demanded(self) -> set[tuple[str, str]]:
+        """(role, base model) of each worker that is needed although no call of its queue waits."""
+        found = (load(Demand, fields) for _, fields in self._records.list(Demand.namespace))
+        return {(demand.role, demand.base_model) for demand in found}
 
     def adapter_shapes(self, name: str) -> Shapes:
         """The shapes of all adapters of `name`, as a LoRA trainer reported them. Raises the errors of `info`."""
@@ -105,11 +122,14 @@ class BaseModels:
     def workers(self) -> dict[str, Worker]:
         """Healthy workers with a current heartbeat, by node."""
         workers = {node: load(Worker, fields) for node, fields in self._records.list(Worker.namespace)}
-        with self._lock:
-            described = (((w.role, w.base_model), w.describe.get(SHAPES)) for w in workers.values())
-            self._shapes.update({role_and_base: rows for role_and_base, rows in described if rows is not None})
-            self._known.update({(w.role, w.base_model): _info(w) for w in workers.values()})
+        self._learn(workers.values())
         return {node: worker for node, worker in workers.items() if worker.healthy}
+
+    def _learn(self, workers: Collection[Worker]) -> None:
+        with self._lock:
+            described = (((w.role, w.base_model), w.describe.get(SHAPES)) for w in workers)
+            self._shapes.update({role_and_base: rows for role_and_base, rows in described if rows is not None})
+            self._known.update({(w.role, w.base_model): _info(w) for w in workers})
 
     def missing(self) -> list[str]:
         """The workers that must still start before every served base model can be trained and sampled.
@@ -182,6 +202,12 @@ def roles(base: BaseModelSettings) -> Sequence[str]:
     """The roles of the workers that serve a base model."""
     sections = base.workers
     return [role for role, name in _SECTIONS.items() if name in sections and sections[name].count]
+
+
+def queue_of(role: str, name: str) -> str:
+    """The queue that the workers of a role share."""
+    full = role in (FULL_TRAINER, FULL_SAMPLER)
+    return train_queue(name, full=full) if role in TRAINER_ROLES else sample_queue(name, full=full)
 
 
 def _located(source: str) -> tuple[str, Path]:

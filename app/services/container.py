@@ -147,7 +147,7 @@ def build(settings: Settings) -> Services:
         polls=PollService(futures, polls, lifecycle.poll),
         batch_polls=BatchPollService(RedisCompletions(client, settings.engine), records, polls, lifecycle.poll),
         queue_states=queue_states,
-        queue=QueueService(snapshots, queue_states, backlog, calls, records),
+        queue=QueueService(snapshots, queue_states, backlog, calls, records, bases),
         cancels=cancels,
         openai=OpenAiService(bases, samplers, admission, poll_limiter, result_stream, settings.limits),
         hub=HubService(settings, bases),

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil
 from typing import Any
@@ -21,12 +21,12 @@ from app import ids
 from app.domain.accounts import Caller
 from app.domain.records import Model, Sampler, Worker
 from app.errors import Unavailable
-from app.services.base_models import BaseModels, sampler_role, trainer_role
+from app.services.base_models import BaseModels, queue_of, roles, sampler_role, trainer_role
 from app.services.views import Page
 from app.stores.redis.backlog import RedisBacklog, RedisCalls
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
-from app.stores.redis.types import Call, Future, ModelLine, Unfinished
+from app.stores.redis.types import Call, Future, ModelLine, Unfinished, Waiting
 
 # A snapshot of the queue may take tens of milliseconds, so a client that polls constantly gets two a second.
 _SNAPSHOT_AGE_S = 0.5
@@ -51,9 +51,10 @@ class QueueService:
         backlog: RedisBacklog,
         calls: RedisCalls,
         store: RedisRecords,
+        bases: BaseModels,
     ) -> None:
         self._snapshots, self._states, self._backlog, self._calls = snapshots, states, backlog, calls
-        self._records = store
+        self._records, self._bases = store, bases
 
     def list(self, caller: Caller, page: Page) -> dict[str, Any]:
         """The body of GET queue: training calls by model and seq, then sampling requests by admission. Raises
@@ -67,6 +68,17 @@ class QueueService:
         now = self._records.now()
         rows = [self._row(snapshot, call, now, begun=call.request_id in begun) for call in pending]
         return {"calls": rows, "cursor": cursor}
+
+    def backlogs(self) -> dict[tuple[str, str], Waiting]:
+        """The work that waits for each (role, base model) that is served. A worker that is needed for anything else
+        counts as one more."""
+        waiting, demanded = self._backlog.by_queue(), self._bases.demanded()
+        found = {}
+        for name in self._bases.names():
+            for role in roles(self._bases.settings(name)):
+                its = waiting.get(queue_of(role, name), Waiting(0, 0.0))
+                found[role, name] = replace(its, number=its.number + ((role, name) in demanded))
+        return found
 
     def _own(self, snapshot: QueueSnapshot, caller: Caller) -> Sequence[str]:
         models = sorted(line.model_id for line in snapshot.unfinished.models if caller.sees(line.owner))

@@ -21,7 +21,7 @@ import redis
 import tomli_w
 
 from app.demo import model
-from app.domain.records import Refusal, Worker
+from app.domain.records import LAST_WORKERS, Refusal, Worker
 from app.errors import SetupError
 from app.services.base_models import BaseModels, lora_coverage, roles
 from app.settings import (
@@ -199,8 +199,8 @@ def _say_base_models(settings: Settings, bases: BaseModels, say: Callable[[str],
 
 
 def _forget_workers(records: RedisRecords, settings: Settings, commands: list[Command]) -> None:
-    """Deletes the records of a killed stack's workers, which would make /readyz answer too early, and the refusals of
-    former workers.
+    """Deletes the records of a killed stack's workers, which would make /readyz answer too early, and the refusals and
+    facts of former workers.
 
     A worker's record has Celery's node name, name@host, so records of another machine on the same Redis stay.
     """
@@ -208,7 +208,8 @@ def _forget_workers(records: RedisRecords, settings: Settings, commands: list[Co
         records.delete(Worker.namespace, f"{command.name}@{socket.gethostname()}")
     for base in settings.base_models:
         for role in roles(base):
-            records.delete(Refusal.namespace, Refusal.id(role, base.name))
+            for namespace in (Refusal.namespace, LAST_WORKERS):
+                records.delete(namespace, Refusal.id(role, base.name))
 
 
 def _absolute(settings: Settings, folder: DataFolder) -> Settings:

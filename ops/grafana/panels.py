@@ -105,6 +105,18 @@ ROWS: dict[str, tuple[Graph, ...]] = {
             (Query("max by (queue) (tinsmith_queue_age_seconds) or vector(0)", "{{queue}}"),),
         ),
         Graph(
+            "Backlog",
+            "short",
+            "Models and sampling requests that need a worker of a role; an autoscaler starts workers by it.",
+            (Query("max by (base_model, role) (tinsmith_backlog)", "{{role}} {{base_model}}"),),
+        ),
+        Graph(
+            "Oldest of the backlog",
+            "s",
+            "Longest time without progress, by base model and role.",
+            (Query("max by (base_model, role) (tinsmith_backlog_age_seconds)", "{{role}} {{base_model}}"),),
+        ),
+        Graph(
             "Admitted and finished",
             "ops",
             "Calls that are admitted and Ops that finish, a second.",

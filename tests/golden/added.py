@@ -98,6 +98,7 @@ ADDED: dict[str, set[str]] = {
     "metrics": {
         *(f"{where}: tinsmith_object_store_{name}" for where in ("api", "worker") for name in ("seconds", "outages")),
         *(f"api: tinsmith_{name}" for name in ("admit_seconds", "poll_seconds", "errors")),
+        *("api: tinsmith_backlog", "api: tinsmith_backlog_age_seconds"),
         *(f"worker: tinsmith_{name}" for name in _WORKER_METRICS),
     },
     "openapi": {

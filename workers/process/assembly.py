@@ -328,6 +328,7 @@ def _adapters(parts: Parts, serving: Serving[SamplerBackend], fair_queue: FairQu
         if place is not None:
             request_id = ids.request_id(place.model_id, place.seq)
             trainers = dispatch.train_queue(serving.base.name, full=serving.full)
+            parts.records.put_demand(trainer_role(full=serving.full), serving.base.name)
             parts.dispatcher.send(dispatch.CATCH_UP, request_id, place.model_id, trainers)
 
     nearby, cache, sampler = parts.shm_folder, parts.empty_cache(), serving.base.sampler

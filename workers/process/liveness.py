@@ -24,7 +24,7 @@ import numpy as np
 import redis
 
 from app.dispatch import TickSender
-from app.domain.records import READS_GRADIENTS, READS_IMAGES, BaseModelInfo, Worker
+from app.domain.records import LAST_WORKERS, READS_GRADIENTS, READS_IMAGES, BaseModelInfo, Refusal, Worker
 from app.domain.sampling import SampleRequest
 from app.services.base_models import TRAINER_ROLES
 from app.stores.redis.journal import RedisOpLog
@@ -67,7 +67,7 @@ class Heartbeat:
         self._describe, self._metrics_url, self._healthy = describe, metrics_url, healthy
         self._queue, self._batch, self._holds = queue, batch, holds
         self._started = time.time()
-        self._leaving = self._stopped = False
+        self._leaving = self._stopped = self._is_recorded = False
         self._wake = threading.Event()
 
     def start(self) -> None:
@@ -109,6 +109,9 @@ class Heartbeat:
             pace_s=telemetry.SERVICE_TIME.seconds(),
         )
         self._records.put(Worker.namespace, self._node, dump(worker), ttl_s=LIFE_S)
+        if not self._is_recorded:
+            self._records.put(LAST_WORKERS, Refusal.id(self._role, self._info.name), dump(worker))
+            self._is_recorded = True
 
     def _loop(self) -> None:
         while True:

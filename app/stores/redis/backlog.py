@@ -6,8 +6,9 @@ Both are read in slices, so that the server can answer other clients in between.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import filterfalse
+from itertools import count, filterfalse
 from typing import TypeVar, cast
 
 import redis
@@ -17,7 +18,7 @@ from app.domain.results import FutureState
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.client import Scripts
-from app.stores.redis.types import Call, ModelLine, Unfinished, WaitingSample
+from app.stores.redis.types import Call, ModelLine, Unfinished, Waiting, WaitingSample
 
 _SLICE = 1000
 T = TypeVar("T")
@@ -41,6 +42,28 @@ class RedisBacklog:
         samples = self._samples(list(filterfalse(ids.is_model_id, found)))
         queues = sorted({sample.queue for sample in samples})
         return Unfinished(self._lines(models), samples, {queue: self._sequences(queue) for queue in queues})
+
+    def by_queue(self) -> dict[str, Waiting]:
+        """All that waits, by queue. A throttled request counts as waiting since now."""
+        seconds, micros = self._redis.time()
+        now_ms = seconds * 1000 + micros / 1000
+        numbers, oldest_s = Counter[str](), dict[str, float]()
+        for queue, since_ms in self._waiting():
+            numbers[queue] += 1
+            oldest_s[queue] = max(oldest_s.get(queue, 0.0), (now_ms - since_ms) / 1000)
+        return {queue: Waiting(number, oldest_s[queue]) for queue, number in numbers.items()}
+
+    def _waiting(self) -> Iterator[tuple[str, float]]:
+        """(queue, ms of the last progress) of each model and request that waits."""
+        for start in count(0, _SLICE):
+            found = self._redis.zrange(keys.PENDING, start, start + _SLICE - 1, withscores=True)
+            rows = cast(list[tuple[bytes, float]], found)
+            if not rows:
+                return
+            queues = self._redis.hmget(keys.PENDING_QUEUE, [id_.decode() for id_, _ in rows])
+            for queue, (_, since_ms) in zip(cast(list[bytes | None], queues), rows, strict=True):
+                if queue is not None:  # else it has ended meanwhile
+                    yield queue.decode(), since_ms
 
     def seqs(self, model_ids: Iterable[str]) -> dict[str, list[int]]:
         """The waiting seqs of each model, in order, including consumed ones."""

@@ -88,8 +88,8 @@
     model_owners        HASH  run -> the project whose list it is on
     sessions_live:<payer>  SET  its sessions that have not ended; those that expired are removed as `runs` are
     orphans             ZSET  object-store prefix -> ms since when no known reference to it exists
-    <namespace>:<id>    HASH  sessions, samplers, handovers, checkpoints, uploads, losses, workers, refusals
-                              (app/domain/records.py);
+    <namespace>:<id>    HASH  sessions, samplers, handovers, checkpoints, uploads, losses, workers, refusals,
+                              demands, last_workers (app/domain/records.py);
                               a session's record also has loss_bytes, the bytes of its custom losses;
                               a sampler's record also counts the clients that joined it; that of a save without a
                               path has size_bytes, and given_up (ms) once its adapter is to be deleted

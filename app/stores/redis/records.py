@@ -12,7 +12,7 @@ import redis
 
 from app.domain.accounts import Account, Key, Organisation, Project, User
 from app.domain.progress import Point, Progress
-from app.domain.records import Checkpoint, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Upload, Worker
+from app.domain.records import Checkpoint, Demand, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Upload, Worker
 from app.errors import NotFound, TooLarge, Unavailable
 from app.settings import EngineSettings
 from app.stores.pages import Ledger
@@ -30,6 +30,8 @@ _PREFIXES = 20
 _CHECKPOINTS, _SESSIONS, _MODELS = "checkpoints", "sessions", "models"
 # A deletion between two reads makes a right list look wrong; it hardly ever comes this often in a row.
 _TRIES = 3
+# A client repeats a refused call every 30 s at most, and a sampler its request every minute.
+_DEMAND_S = 120.0
 _DEFAULTS = EngineSettings()
 Stored = tuple[str, Record]
 """A record's id and its fields."""
@@ -46,6 +48,7 @@ R = TypeVar(
     Loss,
     Worker,
     Refusal,
+    Demand,
     Organisation,
     Project,
     User,
@@ -54,7 +57,7 @@ R = TypeVar(
 
 
 def dump(
-    record: Session | Model | Sampler | ShmTransfer | Checkpoint | Upload | Loss | Worker | Refusal | Account,
+    record: Session | Model | Sampler | ShmTransfer | Checkpoint | Upload | Loss | Worker | Refusal | Demand | Account,
 ) -> dict[str, str]:
     """Converts a record to its fields, each as JSON text."""
     return {f.name: json.dumps(getattr(record, f.name)) for f in dataclasses.fields(record)}
@@ -78,6 +81,11 @@ class RedisRecords:
     def put(self, namespace: str, key: str, fields: Record, *, ttl_s: float | None = None) -> None:
         flat = [part for pair in fields.items() for part in pair]
         self._run("put", namespace, key, 0 if ttl_s is None else int(ttl_s * 1000), *flat)
+
+    def put_demand(self, role: str, base_model: str) -> None:
+        """Records that a worker is needed for which no call waits yet."""
+        fields = dump(Demand(role, base_model))
+        self.put(Demand.namespace, Refusal.id(role, base_model), fields, ttl_s=_DEMAND_S)
 
     def put_new(self, namespace: str, key: str, fields: Record) -> bool:
         """Creates a record. Returns False when it exists already; that one stays. Raises Unavailable while there is no

@@ -119,6 +119,14 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """The waiting models or sampling requests of a queue: their number, and the longest time without progress."""
+
+    number: int
+    oldest_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class NextOp:
     """The next waiting Op of a model. `size`: bytes of its content in Redis. `fresh`: no worker has begun it yet, and
     it is not doomed. `owner`: the model's project."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.exported_metrics import exported
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
-ROW = re.compile(r"^\| `(tinsmith_[a-z_]+)` \| ([a-z, ]*) ?\| (.+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `(tinsmith_[a-z_]+)` \| ([a-z_, ]*) ?\| (.+) \|$", re.MULTILINE)
 
 
 def test_the_page_lists_each_metric_with_its_labels_and_help_text():
@@ -18,4 +18,7 @@ def test_the_page_lists_each_metric_with_its_labels_and_help_text():
 
 def test_no_label_is_an_id():
     labels = {label for metric in exported() for label in metric.labels}
-    assert labels == {"cache", "error", "gpu", "kind", "operation", "queue", "route", "stage", "state", "status", "use"}
+    assert labels == {
+        *("base_model", "cache", "error", "gpu", "kind", "operation", "queue", "role", "route", "stage", "state"),
+        *("status", "use"),
+    }

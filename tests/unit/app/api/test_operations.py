@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from app.domain.records import Worker
+from app.stores.redis.client import connect
 from tests.unit.app.api.test_sampling import body as sample_body
 from tests.unit.app.conftest import BASE, Api, batch
 
@@ -25,6 +27,55 @@ def test_admissions_and_waiting_work_are_counted(api: Api) -> None:
     assert after["tinsmith_held_polls", frozenset()] == 0
     api.commit(model, 1)
     assert depth not in samples(api)
+
+
+def backlog(api: Api, role: str) -> float:
+    return samples(api)["tinsmith_backlog", frozenset({("base_model", BASE), ("role", role)})]
+
+
+def age(api: Api, role: str) -> float:
+    return samples(api)["tinsmith_backlog_age_seconds", frozenset({("base_model", BASE), ("role", role)})]
+
+
+def without_workers(api: Api) -> None:
+    """As if the API had just started, while no worker runs."""
+    for role in ("trainer", "sampler"):
+        api.services.records.delete(Worker.namespace, f"{role}-0")
+    api.services.bases._known.clear()
+
+
+def test_an_autoscaler_reads_what_waits_for_each_role_also_while_no_worker_runs(api: Api) -> None:
+    model, sampler = api.model(), api.sampler()
+    for role in ("trainer", "sampler"):
+        api.services.records.delete(Worker.namespace, f"{role}-0")
+    assert (backlog(api, "trainer"), backlog(api, "sampler")) == (0, 0), "a missing value would be a fault"
+    assert (age(api, "trainer"), age(api, "sampler")) == (0, 0)
+    api.forward_backward(batch(model, 1))
+    assert (backlog(api, "trainer"), backlog(api, "sampler")) == (1, 0)
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+    assert api.post("asample", {**asked, "num_samples": 1}).status_code == 200
+    assert (backlog(api, "trainer"), backlog(api, "sampler")) == (1, 1)
+    with connect(api.services.settings.redis.url) as client:
+        client.zincrby("tinsmith:pending", -100_000, model)
+    assert 100 <= age(api, "trainer") < 700
+    assert 0 <= age(api, "sampler") < 600
+    api.commit(model, 1)
+    assert (backlog(api, "trainer"), age(api, "trainer")) == (0, 0)
+
+
+def test_a_call_that_is_refused_as_no_worker_was_ever_up_makes_the_autoscaler_start_one(api: Api) -> None:
+    without_workers(api)
+    asked = {"session_id": api.session(), "model_seq_id": 0, "base_model": BASE}
+    assert api.post("create_model", asked).status_code == 503
+    assert (backlog(api, "trainer"), backlog(api, "sampler")) == (1, 0)
+
+
+def test_the_metrics_have_base_models_and_roles_for_labels_and_no_more(api: Api) -> None:
+    api.model()
+    labels = {frozenset(labels) for name, labels in samples(api) if name.startswith("tinsmith_backlog")}
+    assert {frozenset(dict(one)) for one in labels} == {frozenset({"base_model", "role"})}
+    assert {dict(one)["base_model"] for one in labels} == {BASE}
 
 
 def test_request_times_are_kept_by_route_not_by_url(api: Api) -> None:

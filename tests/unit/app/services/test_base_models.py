@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import redis
 
-from app.services.base_models import BaseModels
+from app.domain.records import LAST_WORKERS, Refusal, Worker
+from app.errors import BadRequest, Unavailable
+from app.services.base_models import SHAPES, BaseModels
 from app.settings import BaseModelSettings, Settings
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.records import RedisRecords, dump
 
 
 def test_a_tokenizers_folder_is_named_by_its_absolute_path_for_as_long_as_it_is_there(
@@ -27,3 +29,54 @@ def test_a_tokenizers_folder_is_named_by_its_absolute_path_for_as_long_as_it_is_
 
 def test_the_name_of_a_base_model_that_is_served_no_more_is_its_tokenizer(client: redis.Redis) -> None:
     assert BaseModels(Settings(), RedisRecords(client)).tokenizer("org/gone") == "org/gone"
+
+
+INFO = {
+    "name": "org/tiny",
+    "arch": "Qwen3ForCausalLM",
+    "vocab_size": 320,
+    "max_context": 512,
+    "dtype": "float32",
+    "trainable_groups": ["attn"],
+}
+SHAPE_ROWS = [["attn", "model.layers.0.self_attn.q_proj", [8, 6, 1]]]
+
+
+def started(client: redis.Redis) -> tuple[RedisRecords, BaseModels]:
+    """An API process that has just started."""
+    settings = Settings(base_models=(BaseModelSettings(name="org/tiny", path="org/tiny"),))
+    records = RedisRecords(client)
+    return records, BaseModels(settings, records)
+
+
+def test_a_process_that_starts_while_no_worker_runs_has_the_facts_from_the_last_one(client: redis.Redis) -> None:
+    records, bases = started(client)
+    worker = Worker("trainer", "org/tiny", INFO, {SHAPES: SHAPE_ROWS}, "", 0.0)
+    records.put(LAST_WORKERS, Refusal.id("trainer", "org/tiny"), dump(worker))
+    assert bases.info("trainer", "org/tiny").max_context == 512
+    assert bases._shapes["trainer", "org/tiny"] == SHAPE_ROWS
+    assert bases.live() == set(), "it does not count as up"
+    assert bases.demanded() == set(), "the calls that wait tell the autoscaler"
+    with pytest.raises(Unavailable, match="no sampler"):
+        bases.info("sampler", "org/tiny")
+
+
+def test_a_base_model_that_cannot_be_served_any_more_is_refused_though_it_was_served(client: redis.Redis) -> None:
+    records, bases = started(client)
+    worker = Worker("trainer", "org/tiny", INFO, {}, "", 0.0)
+    records.put(LAST_WORKERS, Refusal.id("trainer", "org/tiny"), dump(worker))
+    refusal = Refusal("trainer", "org/tiny", "it is another model now")
+    records.put(Refusal.namespace, Refusal.id("trainer", "org/tiny"), dump(refusal))
+    with pytest.raises(BadRequest, match="another model now"):
+        bases.info("trainer", "org/tiny")
+
+
+def test_a_worker_that_was_never_up_is_demanded_for_a_while(client: redis.Redis) -> None:
+    _, bases = started(client)
+    with pytest.raises(Unavailable):
+        bases.info("trainer", "org/tiny")
+    assert bases.demanded() == {("trainer", "org/tiny")}
+    ttl_ms = client.pttl("tinsmith:demands:trainer/org/tiny")
+    assert 60_000 < ttl_ms <= 120_000, "longer than a client waits between two tries"
+    client.delete("tinsmith:demands:trainer/org/tiny")
+    assert bases.demanded() == set()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from app import telemetry
 from app.services.base_models import roles
 from app.settings import load
 from app.settings.gpus import for_each
 from app.stack import checks, placement
+from app.stores.redis.types import Waiting
 from ops.helm import chart
 from tests.unit.ops.compose import ROOT
 from tests.unit.ops.helm.rendered import SETS, containers, environment, manifest, manifests, settings
@@ -198,3 +201,49 @@ def test_the_bundled_state_server_has_the_settings_of_the_compose_file():
         assert one["spec"]["replicas"] == 1
     (mount,) = [mount for mount in next(chart.containers(state))["volumeMounts"] if mount["mountPath"] == ours["dir"]]
     assert mount["name"] == claim["metadata"]["name"]
+
+
+def located(trigger: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """The name and the labels of the metric that KEDA reads."""
+    name, labels = re.fullmatch(r"(\w+)\{(.*)\}", trigger["metadata"]["valueLocation"]).groups()
+    return name, dict(re.findall(r'(\w+)="([^"]*)"', labels))
+
+
+@pytest.mark.parametrize("name", ["eight-gpus", "several-nodes"])
+def test_an_autoscaler_starts_every_worker_by_its_backlog_and_its_age_and_nothing_else_sets_the_number(
+    name: str, tmp_path: Path
+):
+    api = manifest(name, "Service", "-api")
+    url = f"http://{api['metadata']['name']}.{chart.NAMESPACE}.svc:{api['spec']['ports'][0]['port']}/metrics"
+    targets = {}
+    for one in manifests(name, "ScaledObject"):
+        spec = one["spec"]
+        assert spec["minReplicaCount"] == 0
+        assert spec["maxReplicaCount"] >= 1
+        assert spec["initialCooldownPeriod"] > 0, "the first worker would end before it reports its base model"
+        assert [trigger["metadata"]["url"] for trigger in spec["triggers"]] == [url, url]
+        (backlog, labels), (age, same) = map(located, spec["triggers"])
+        assert (backlog, age) == ("tinsmith_backlog", "tinsmith_backlog_age_seconds")
+        assert labels == same
+        targets[spec["scaleTargetRef"]["kind"], spec["scaleTargetRef"]["name"]] = labels
+    for one, _, container in workers(name):
+        base = settings(name, tmp_path, container).base_model(option(container, "--base"))
+        labels = targets.pop((one["kind"], one["metadata"]["name"]))
+        assert labels["base_model"] == base.name
+        assert labels["role"] in roles(base)
+        assert labels["role"] == option(container, "--name"), "these sets have no full fine-tuning"
+        assert "replicas" not in one["spec"], "each upgrade would reset the number"
+    assert targets == {}
+
+
+def test_the_metrics_that_it_reads_are_those_of_the_api_and_are_there_at_zero():
+    exported = telemetry.Queues()
+    spec = manifest("eight-gpus", "ScaledObject", "-sampler-qwen3-32b")["spec"]
+    exported.set([], {("sampler", "Qwen/Qwen3-32B"): Waiting(0, 0.0)})
+    found = {(sample.name, frozenset(sample.labels.items())) for one in exported.collect() for sample in one.samples}
+    assert {(name, frozenset(labels.items())) for name, labels in map(located, spec["triggers"])} == found
+
+
+def test_without_keda_the_number_of_workers_is_that_of_the_values():
+    assert not manifests("cpu-demo", "ScaledObject")
+    assert [one["spec"]["replicas"] for one, _, _ in workers("cpu-demo")] == [1, 1]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import redis
 
-from app.domain.records import BaseModelInfo, Worker
+from app.domain.records import LAST_WORKERS, BaseModelInfo, Worker
 from app.stores.redis import keys
 from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Entry
@@ -79,7 +79,12 @@ def test_a_worker_that_is_asked_to_end_is_sent_nothing_more_while_it_finishes(cl
     await_true(lambda: not record(client).healthy)
 
 
-def test_one_that_ended_is_gone_at_once(client, made):
-    await_true(lambda: record(client) is not None)
+def test_one_that_ended_is_gone_at_once_and_its_facts_stay(client, made):
+    last = keys.record(LAST_WORKERS, "sampler/base")
+    await_true(lambda: record(client) is not None and client.exists(last))
+    before = record(client)
     made.stop()
     assert record(client) is None
+    stored = RedisRecords(client).get(LAST_WORKERS, "sampler/base")
+    assert load(Worker, stored) == before
+    assert client.pttl(last) == -1

@@ -13,7 +13,8 @@ import pytest
 import redis
 
 from app.domain import ops
-from app.domain.records import Sampler
+from app.domain.checkpoints import CheckpointPrefix
+from app.domain.records import Demand, Sampler, ShmTransfer
 from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import Requeue, ServerOpError, Unavailable
 from app.settings import BaseModelSettings
@@ -29,6 +30,7 @@ from tests import assembly
 from tests.faults.proxy import Proxy
 from tests.unit.workers.conftest import BASE, World, await_true
 from workers.backends.sampling.base import RequestHandle, SamplerBackend, create
+from workers.sample import adapters
 from workers.sample.runner import SampleRunner
 
 SESSION = "session:sample:0"
@@ -122,6 +124,18 @@ def test_what_another_worker_runs_is_left_to_it_until_its_lease_ends(world: Worl
     other = successor.handle(admit(world, 1), SESSION, "sample")
     assert again is not None and other is not None
     assert tokens(again.body) == tokens(other.body), "the same seed draws the same tokens wherever it runs"
+
+
+def test_an_adapter_that_only_a_trainer_can_bring_demands_a_trainer(
+    world: World, backend: SamplerBackend, monkeypatch: pytest.MonkeyPatch
+):
+    """None may run: an autoscaler has to start one."""
+    monkeypatch.setattr(adapters, "_PATIENCE_S", 0.0)
+    prefix = str(CheckpointPrefix("s:train:0", "sampler_weights", "x", 1, 4))
+    world.records.put(ShmTransfer.namespace, prefix, dump(ShmTransfer("s:train:0", 4)))
+    with pytest.raises(Requeue):
+        runner(world, backend, "s/1").handle(admit(world, 0, prefix=prefix), SESSION, "sample")
+    assert [key for key, _ in world.records.list(Demand.namespace)] == ["trainer/base"]
 
 
 def test_a_lost_adapter_fails_its_own_request_as_the_servers_fault(world: World, backend: SamplerBackend):

@@ -86,6 +86,33 @@ def test_the_sequences_of_a_queue_are_those_that_were_given_to_a_sampler(
     assert backlog.unfinished(10).sequences == {"sample.base": 8}
 
 
+def test_all_that_waits_is_counted_by_queue_with_the_longest_wait(
+    backlog: RedisBacklog, oplog: RedisOpLog, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SLICE", 2)
+    assert backlog.by_queue() == {}
+    admit(oplog, 0)
+    asked = [ask(oplog, seq) for seq in range(4)]
+    oplog.claim_sample(asked[0], "s/1")
+    found = backlog.by_queue()
+    assert {queue: waiting.number for queue, waiting in found.items()} == {"train.base": 1, "sample.base": 4}
+    assert all(0 <= waiting.oldest_s < 600 for waiting in found.values())
+    since_ms = client.zscore("tinsmith:pending", asked[1])
+    client.zadd("tinsmith:pending", {asked[1]: since_ms - 1_000_000, asked[2]: since_ms + 1e13})
+    assert 1000 <= backlog.by_queue()["sample.base"].oldest_s < 1600, "a throttled request has not waited since 1970"
+    client.delete("tinsmith:pending")
+    assert backlog.by_queue() == {}
+
+
+def test_a_request_that_ended_between_two_reads_waits_no_more(
+    backlog: RedisBacklog, oplog: RedisOpLog, client: redis.Redis
+) -> None:
+    client.hdel("tinsmith:pending_queue", ask(oplog, 0))
+    ask(oplog, 1)
+    assert backlog.by_queue().keys() == {"sample.base"}
+    assert backlog.by_queue()["sample.base"].number == 1
+
+
 def test_of_more_than_are_asked_for_the_first_are_returned(backlog: RedisBacklog, oplog: RedisOpLog) -> None:
     for seq in range(6):
         ask(oplog, seq)
