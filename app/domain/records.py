@@ -250,8 +250,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A worker of a role that is needed although no call of its queue waits. The record expires soon after the last
-    need."""
+    """A worker of a role that is needed although no call of its queue waits. The record is deleted when
+    such a worker has started, and expires soon after the last need."""
 
     namespace: ClassVar[str] = "demands"
     role: str

@@ -25,6 +25,7 @@ ELSEWHERE = {
     "containers.md": "Docker and the network; `make compose-train` runs the same stack",
     "examples.md": "test_examples.py runs each example",
     "imports.md: tinsmith import": "test_imports.py runs it on adapters of its own",
+    "kubernetes.md": "a cluster; tests/unit/ops/helm and test_autoscaling.py run what needs none",
     "quickstart.md": "test_quickstart.py runs the page",
     "router-replay.md: import tinker": "test_router_replay.py runs it on a model with experts",
     "servers.md: mkdir /srv/objects": "root, and a group of the reader's",

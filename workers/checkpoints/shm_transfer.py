@@ -151,8 +151,10 @@ class ShmFolder:
     most_bytes: int
 
     def write(self, prefix: str, fill: Callable[[Path], None]) -> bool:
-        """Writes the files that `fill` creates; an existing folder stays. Returns False, and logs a warning, when it
-        cannot."""
+        """Writes the files that `fill` creates; an existing folder stays. Returns False when it cannot, and logs a
+        warning unless there is to be no such folder."""
+        if not self.most_bytes:
+            return False
         target = self._at(prefix)
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)

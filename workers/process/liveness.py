@@ -24,7 +24,7 @@ import numpy as np
 import redis
 
 from app.dispatch import TickSender
-from app.domain.records import LAST_WORKERS, READS_GRADIENTS, READS_IMAGES, BaseModelInfo, Refusal, Worker
+from app.domain.records import LAST_WORKERS, READS_GRADIENTS, READS_IMAGES, BaseModelInfo, Demand, Refusal, Worker
 from app.domain.sampling import SampleRequest
 from app.services.base_models import TRAINER_ROLES
 from app.stores.redis.journal import RedisOpLog
@@ -110,7 +110,9 @@ class Heartbeat:
         )
         self._records.put(Worker.namespace, self._node, dump(worker), ttl_s=LIFE_S)
         if not self._is_recorded:
-            self._records.put(LAST_WORKERS, Refusal.id(self._role, self._info.name), dump(worker))
+            role_and_base = Refusal.id(self._role, self._info.name)
+            self._records.put(LAST_WORKERS, role_and_base, dump(worker))
+            self._records.delete(Demand.namespace, role_and_base)
             self._is_recorded = True
 
     def _loop(self) -> None:

@@ -198,13 +198,16 @@ def test_memory_that_is_cleared_under_a_living_trainer_costs_a_replay(world: Wor
     assert stored_adapter(world, prefix) == expected(world, 0)
 
 
-def test_without_room_a_save_is_uploaded_before_its_commit(world: World, store: GatedStore):
+def test_without_room_a_save_is_uploaded_before_its_commit(
+    world: World, store: GatedStore, caplog: pytest.LogCaptureFixture
+):
     worker = world.worker("a/1", store=store, handover_bytes=0)
     threading.Timer(0.2, store.open.set).start()
     prefix = transferred(worker, world, 0)
     assert store.open.is_set() and on_record(world) == []
     assert size_on_record(world) == transfer.read_manifest(store, prefix).size
     assert stored_adapter(world, prefix) == expected(world, 0)
+    assert "shared-memory" not in caplog.text, "a folder of no bytes is what the settings ask for"
 
 
 def test_what_is_uploaded_makes_room_for_what_comes(world: World, store: GatedStore):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import redis
 
-from app.domain.records import LAST_WORKERS, BaseModelInfo, Worker
+from app.domain.records import LAST_WORKERS, BaseModelInfo, Demand, Worker
 from app.stores.redis import keys
 from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Entry
@@ -46,6 +46,20 @@ def test_it_says_which_queue_is_read_and_how_much_is_taken_and_lapses_by_itself(
     worker = record(client)
     assert (worker.queue, worker.batch, worker.holds, worker.healthy) == ("sample.base", 4, 9, True)
     assert 0 < client.pttl(keys.record(Worker.namespace, "s")) <= liveness.LIFE_S * 1000
+
+
+def test_a_worker_that_has_started_is_demanded_no_more(client):
+    records = RedisRecords(client)
+    for role in ("trainer", "sampler"):
+        records.put_demand(role, "base")
+    made = Heartbeat(records, "s", "sampler", INFO, dict, "", lambda: True, "sample.base")
+    made.start()
+    await_true(lambda: [key for key, _ in records.list(Demand.namespace)] == ["trainer/base"])
+    records.put_demand("sampler", "base")
+    made.refresh()
+    await_true(lambda: record(client) is not None)
+    made.stop()
+    assert {key for key, _ in records.list(Demand.namespace)} == {"sampler/base", "trainer/base"}
 
 
 @pytest.mark.parametrize("role", ["trainer", "full_trainer"])
