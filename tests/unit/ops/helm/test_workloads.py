@@ -82,6 +82,7 @@ def test_every_worker_serves_a_base_model_of_the_settings_with_its_gpus_and_its_
 
 def test_a_section_without_workers_is_off_and_full_fine_tuning_has_workers_of_its_own(tmp_path: Path):
     values = chart.values_of(chart.FOLDER / "values" / "cpu-demo.yaml")
+    values["keda"] = {"enabled": True}
     (base,) = values["baseModels"]
     base["full"] = base["full_sampler"] = base.pop("sampler")
     rendered = chart.render(values)
@@ -93,6 +94,8 @@ def test_a_section_without_workers_is_off_and_full_fine_tuning_has_workers_of_it
     (tmp_path / "tinsmith.toml").write_text(config["data"]["tinsmith.toml"])
     (found,) = load(tmp_path / "tinsmith.toml", {}).base_models
     assert list(roles(found)) == ["trainer", "full_trainer", "full_sampler"]
+    scaled = [one for one in rendered if one["kind"] == "ScaledObject"]
+    assert [located(one["spec"]["triggers"][0])[1]["role"] for one in scaled] == list(roles(found))
     for one in rendered:
         if one["metadata"]["name"].startswith("tinsmith-full"):
             for container in chart.containers(one):
@@ -177,6 +180,9 @@ def test_the_hosts_of_a_group_share_the_data_folder_and_reach_each_other():
     volumes = [{volume["name"]: volume for volume in pod["spec"]["volumes"]} for pod in pods]
     assert volumes[0]["data"] == volumes[1]["data"]
     assert volumes[0]["data"].keys() == {"name", "persistentVolumeClaim"}
+    sshd = manifest("several-nodes", "ConfigMap", "-ssh")["data"]["sshd_config"]
+    (mount,) = [mount for mount in next(chart.containers(group))["volumeMounts"] if mount["name"] == "data"]
+    assert f"SetEnv TMPDIR={mount['mountPath']}" in sshd, "sshd passes none of the image's environment on"
     policy = manifest("several-nodes", "NetworkPolicy", "-trainer-qwen3-235b")["spec"]
     selector = policy["podSelector"]["matchLabels"]
     assert all(selector.items() <= pod["metadata"]["labels"].items() for pod in pods)
