@@ -140,13 +140,13 @@ def test_ranks_that_split_the_layers_give_the_same_bits_again(tmp_path: Path) ->
             "llama",
             {"intermediate_size": 97},
             2,
-            "model.layers.0.mlp.gate_proj has out_features = 97, which is no multiple",
+            "model.layers.0.mlp.gate_proj has out_features = 97, which cannot be divided by it",
         ),
         (
             "qwen3-moe",
             {"num_attention_heads": 6, "num_key_value_heads": 3},
             3,
-            "model.layers.0.mlp.experts has num_experts = 4, which is no multiple",
+            "model.layers.0.mlp.experts has num_experts = 4, which cannot be divided by it",
         ),
     ],
 )
