@@ -22,9 +22,7 @@ class Settings(Section):
         Path("tinsmith-data"), description="folder for everything that the stack stores, except on other servers"
     )
     api_keys: tuple[str, ...] = Field((), repr=False, description="sha256 hex digests of valid API keys")
-    url_secret: str = Field(
-        "", repr=False, description="secret that signs download URLs of the folder store, and tokens"
-    )
+    url_secret: str = Field("", repr=False, description="secret that signs URLs, tokens and the console's logins")
     api: ApiSettings = Field(ApiSettings(), description="the HTTP API")
     redis: RedisSettings = Field(RedisSettings(), description="your own servers for state and messages")
     store: StoreSettings = Field(StoreSettings(), description="the object store, which keeps checkpoints")

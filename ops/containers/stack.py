@@ -75,6 +75,7 @@ def _prepare() -> None:
             "REDIS_PASSWORD": secrets.token_hex(24),
             "MINIO_ROOT_USER": "trial",
             "MINIO_ROOT_PASSWORD": secrets.token_hex(16),
+            "URL_SECRET": secrets.token_hex(16),
             "TINSMITH_API_KEY": f"tml-{secrets.token_hex(24)}",
             "FLOWER_BASIC_AUTH": f"trial:{secrets.token_hex(16)}",
             "TINSMITH_MODEL_DIR": str(_MODEL),

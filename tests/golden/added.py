@@ -144,7 +144,7 @@ ADDED: dict[str, set[str]] = {
         *_SEEN,
     },
     "codec": {"Image"},
-    "environment": {"TINSMITH_METRICS_PORT"},
+    "environment": {"TINSMITH_METRICS_PORT", "TINSMITH_URL_SECRET"},
     "settings": {
         "api.processes",
         "limits.project.checkpoint_ttl_s",

@@ -21,6 +21,7 @@ from workers.process import telemetry as worker_telemetry
 ROOT = Path(__file__).parents[2]
 _VARIABLES = (
     *("TINSMITH_REDIS_URL", "TINSMITH_BROKER_URL", "TINSMITH_S3_ACCESS_KEY", "TINSMITH_S3_SECRET_KEY"),
+    "TINSMITH_URL_SECRET",
     "TINSMITH_API_KEY",
 )
 

@@ -18,6 +18,7 @@ SECRETS = {
     "REDIS_PASSWORD": "hush1",
     "MINIO_ROOT_USER": "minio-user",
     "MINIO_ROOT_PASSWORD": "hush2",
+    "URL_SECRET": "hush3-hush3-hush3-hush3-hush3-hush3",
     "TINSMITH_API_KEY": "tml-hush3",
     "FLOWER_BASIC_AUTH": "me:hush4",
 }

@@ -94,6 +94,7 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{ include "tinsmith.secret" (dict "root" . "name" "TINSMITH_S3_ACCESS_KEY" "key" "s3-access-key") }}
 {{ include "tinsmith.secret" (dict "root" . "name" "TINSMITH_S3_SECRET_KEY" "key" "s3-secret-key") }}
+{{ include "tinsmith.secret" (dict "root" . "name" "TINSMITH_URL_SECRET" "key" "url-secret") }}
 {{- end }}
 
 {{- define "tinsmith.secret" -}}

@@ -59,6 +59,10 @@ def test_options_override_the_environment_which_overrides_the_file(file):
     assert (settings.redis.url, settings.broker_url) == ("redis://option:6379/0", "redis://option:6379/1")
 
 
+def test_the_secret_of_urls_may_come_from_the_environment(file):
+    assert resolve(Options(config=file), {"TINSMITH_URL_SECRET": "s" * 32}).url_secret == "s" * 32
+
+
 def test_worker_options_hold_for_every_base_model(file):
     options = Options(config=file, base_models=(("new", "org/new"),), trainer="torch", trainers=2, sampler="vllm")
     settings = for_every_base_model(resolve(options, {}), options)
