@@ -53,7 +53,8 @@ BATCH_WAITING = Gauge("tinsmith_batch_waiting", "Requests that wait in this samp
 LEASES_LOST = Counter("tinsmith_lost_leases_total", "Leases that this worker held and found gone")
 REFUSED = Counter("tinsmith_refused_commits_total", "Commits refused, because another worker had taken over the model")
 
-REGISTRY.register(Gpus())
+GPUS = Gpus()
+REGISTRY.register(GPUS)
 
 # Weight of the earlier calls at each call: the last 50 calls make up two thirds of the average.
 _KEPT = 0.98
@@ -89,6 +90,7 @@ SERVICE_TIME = ServiceTime()
 def serve_metrics(configured: int, environ: Mapping[str, str] = os.environ) -> str:
     """Starts the /metrics endpoint and returns its URL: on the port that `tinsmith up` gave to this worker, else on the
     `configured` one. With 0 as the setting it is a loopback port, and any free one if another process took that."""
+    GPUS.start()
     port = int(environ.get(METRICS_PORT_VARIABLE, configured))
     try:
         server, _ = start_http_server(port, addr="0.0.0.0" if configured else "127.0.0.1")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from workers.process.gpus import Gpus
 
-ROWS = "0, GPU-a, 1024, 81559, 50\n1, GPU-b, 2048, 81559, 100\n"
+ROWS = "0, GPU-a1, 1024, 81559, 50\n1, GPU-b2, 2048, 81559, 100\n"
 
 
 @pytest.fixture
@@ -22,11 +24,21 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-def found() -> dict[str, dict[str, float]]:
+def reported(gpus: Gpus) -> dict[str, dict[str, float]]:
     return {
         metric.name.removeprefix("tinsmith_gpu_"): {sample.labels["gpu"]: sample.value for sample in metric.samples}
-        for metric in Gpus().collect()
+        for metric in gpus.collect()
     }
+
+
+def found() -> dict[str, dict[str, float]]:
+    gpus = Gpus()
+    gpus.sample()
+    return reported(gpus)
+
+
+def threads() -> int:
+    return [thread.name for thread in threading.enumerate()].count("gpus")
 
 
 def test_each_gpu_has_its_memory_and_its_utilization(smi: Path):
@@ -37,17 +49,54 @@ def test_each_gpu_has_its_memory_and_its_utilization(smi: Path):
     }
 
 
-@pytest.mark.parametrize(("visible", "numbers"), [("1", {"1"}), ("GPU-a", {"0"}), ("0,1", {"0", "1"}), ("", set())])
+@pytest.mark.parametrize(
+    ("visible", "numbers"),
+    [
+        *(("1", {"1"}), ("GPU-a1", {"0"}), ("0,1", {"0", "1"}), ("", set())),
+        *(("0, 1", {"0", "1"}), ("GPU-b", {"1"}), (" GPU-a , GPU-b2", {"0", "1"}), ("GPU-c,", set())),
+    ],
+)
 def test_a_worker_reports_the_gpus_it_sees(smi: Path, monkeypatch: pytest.MonkeyPatch, visible: str, numbers: set[str]):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert set(found()["memory_bytes"]) == numbers
 
 
-def test_two_scrapes_at_once_ask_the_driver_once(smi: Path):
+def test_a_scrape_never_asks_the_driver_which_may_hang(smi: Path):
     gpus = Gpus()
-    list(gpus.collect())
+    assert reported(gpus)["memory_bytes"] == {}
+    gpus.sample()
     smi.unlink()
-    assert [len(metric.samples) for metric in gpus.collect()] == [2, 2, 2]
+    assert [set(values) for values in reported(gpus).values()] == [{"0", "1"}] * 3
+
+
+def test_values_of_a_driver_that_hangs_are_dropped_after_a_minute(smi: Path):
+    now = 1000.0
+    gpus = Gpus(lambda: now)
+    gpus.sample()
+    now += 59
+    assert reported(gpus)["memory_bytes"].keys() == {"0", "1"}
+    now += 2
+    assert reported(gpus)["memory_bytes"] == {}
+
+
+def test_one_thread_samples_where_there_is_a_driver(smi: Path):
+    before = threads()
+    gpus = Gpus()
+    gpus.start()
+    assert threads() == before + 1
+    for _ in range(3000):
+        if reported(gpus)["memory_bytes"]:
+            break
+        time.sleep(0.01)
+    assert reported(gpus)["memory_bytes"].keys() == {"0", "1"}
+    smi.unlink()
+    Gpus().start()
+    assert threads() == before + 1
+
+
+def test_a_gpu_with_an_unknown_value_does_not_hide_the_others(smi: Path):
+    smi.write_text("#!/bin/sh\nprintf '0, GPU-a1, 1024, 81559, [N/A]\\n1, GPU-b2, 2048, 81559, 100\\n'\n")
+    assert found()["utilization_ratio"] == {"1": 1.0}
 
 
 @pytest.mark.parametrize("script", ["exit 9", "echo Failed to initialize NVML", "echo 0, GPU-a, '[N/A]', 8, 1"])
