@@ -41,8 +41,8 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 {{- end }}
 
-{{/* The workers of all base models as a JSON list: the base model, the section, the role as in the metrics, and the
-name and port of each. */}}
+{{/* The workers of all base models as a JSON list: the base model, the section, the role as in the metrics, the name
+and port of each, and the seconds that it may take to start. */}}
 {{- define "tinsmith.workers" -}}
 {{- $ports := dict "trainer" 9101 "sampler" 9102 "full" 9103 "full_sampler" 9104 }}
 {{- $roles := dict "trainer" "trainer" "sampler" "sampler" "full" "full_trainer" "full_sampler" "full_sampler" }}
@@ -51,7 +51,7 @@ name and port of each. */}}
 {{- range $section := list "trainer" "sampler" "full" "full_sampler" }}
 {{- with get $base $section }}
 {{- $component := printf "%s-%s" (replace "_" "-" $section) $base.id }}
-{{- $found = append $found (dict "base" $base.name "section" $section "role" (get $roles $section) "component" $component "port" (get $ports $section) "trains" (has $section (list "trainer" "full")) "partner" (printf "%s-%s" (ternary "full" "trainer" (hasPrefix "full" $section)) $base.id) "nodes" (default 1 .nodes) "gpus" (default 0 .gpus) "values" .) }}
+{{- $found = append $found (dict "base" $base.name "section" $section "role" (get $roles $section) "component" $component "port" (get $ports $section) "trains" (has $section (list "trainer" "full")) "partner" (printf "%s-%s" (ternary "full" "trainer" (hasPrefix "full" $section)) $base.id) "startup" (default 1800 .startupSeconds) "nodes" (default 1 .nodes) "gpus" (default 0 .gpus) "values" .) }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -102,7 +102,7 @@ capabilities: {drop: [ALL]}
   valueFrom: {secretKeyRef: {name: {{ .root.Values.secret }}, key: {{ .key }}}}
 {{- end }}
 
-{{/* What the containers of the API and of the workers mount alike. */}}
+{{/* The mounts of the containers of the API and of the workers. */}}
 {{- define "tinsmith.mounts" -}}
 - {name: settings, mountPath: /etc/tinsmith, readOnly: true}
 - {name: data, mountPath: /var/lib/tinsmith}
@@ -123,7 +123,7 @@ capabilities: {drop: [ALL]}
 {{- end }}
 {{- end }}
 
-{{/* What all pods with our images have. */}}
+{{/* The fields that all pods with our images have. */}}
 {{- define "tinsmith.pod" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false

@@ -18,7 +18,7 @@ metadata:
     {{- include "tinsmith.checksum" $root | nindent 4 }}
 spec:
   {{- include "tinsmith.pod" $root | nindent 2 }}
-  # A worker hands back what runs 7 s after SIGTERM, and ends within 27 s; ranks on other nodes have 45 s.
+  # A worker puts its running calls back 7 s after SIGTERM, and ends within 27 s; ranks on other nodes have 45 s.
   terminationGracePeriodSeconds: {{ ternary 90 60 $grouped }}
   # The pause process reaps what ranks and engines leave, and a signal ends a worker that is still loading.
   shareProcessNamespace: true
@@ -90,7 +90,7 @@ spec:
       ports:
         - {name: metrics, containerPort: {{ $worker.port }}}
       # The metrics are there once the model is loaded. A thread of their own answers, also during a step.
-      {{- include "tinsmith.workerProbes" (dict "check" "httpGet: {path: /metrics, port: metrics}" "seconds" (default 1800 $worker.values.startupSeconds)) | nindent 6 }}
+      {{- include "tinsmith.workerProbes" (dict "check" "httpGet: {path: /metrics, port: metrics}" "seconds" $worker.startup) | nindent 6 }}
       {{- end }}
       resources:
         {{- $resources := deepCopy $worker.values.resources }}

@@ -123,6 +123,7 @@ def test_wrong_values_are_refused_by_name(path: str, value: Any, said: str):
         ("several-nodes", "ssh.secret", "", "ssh.secret"),
         ("several-nodes", "data.claim", "", "data.claim"),
         ("several-nodes", "networkPolicy.egress", [], "networkPolicy.egress"),
+        ("cpu-demo", "store.url", "https://s3.example.org/tinsmith", "set minio.bundled to false"),
         ("cpu-demo", "baseModels", values("cpu-demo")["baseModels"] * 2, "an id of its own"),
         ("cpu-demo", "baseModels.0.id", "a-name-of-four-and-twenty", "baseModels"),
     ],
@@ -218,6 +219,39 @@ def test_every_pod_is_shut_off_from_everybody_but_those_that_a_rule_names(name: 
     for one in manifests(name, "NetworkPolicy"):
         public = one["metadata"]["name"].endswith(("-api", "-downloads"))
         assert public or all(rule["from"] for rule in one["spec"].get("ingress", [])), one["metadata"]["name"]
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_without_scrapers_only_the_ranks_of_a_group_reach_workers(name: str):
+    rendered = chart.render(_with("networkPolicy.scrapers", [], name))
+    workers = {pod["metadata"]["labels"].get("tinsmith/workers") for one in rendered for pod in chart.pods(one)}
+    for one in rendered:
+        selector = one["spec"]["podSelector"]["matchLabels"] if one["kind"] == "NetworkPolicy" else {}
+        if "tinsmith/workers" in selector:
+            chart.validate(one)
+            workers.remove(selector["tinsmith/workers"])
+            assert "Ingress" in one["spec"]["policyTypes"]
+            peers = [rule["from"] for rule in one["spec"]["ingress"]]
+            assert all(peer == [{"podSelector": {"matchLabels": selector}}] for peer in peers)
+    assert workers == {None}
+
+
+def test_the_alert_of_a_process_that_is_down_asks_for_the_job_of_the_servicemonitor():
+    alerts = yaml.safe_load((ROOT / "ops" / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
+    (expression,) = [alert["expr"] for alert in alerts if alert["alert"] == "TinsmithDown"]
+    jobs = re.search(r'job=~"([^"]+)"', expression)
+    assert jobs
+    monitor = manifest("eight-gpus", "ServiceMonitor", "-metrics")["spec"]
+    ports = {endpoint["port"] for endpoint in monitor["endpoints"]}
+    scraped = [
+        one
+        for one in manifests("eight-gpus", "Service")
+        if monitor["selector"]["matchLabels"].items() <= one["metadata"]["labels"].items()
+        and ports & {port["name"] for port in one["spec"]["ports"]}
+    ]
+    assert len(scraped) == 3, "the API, the trainer and the sampler"
+    for one in scraped:
+        assert re.fullmatch(jobs[1], one["metadata"]["labels"][monitor["jobLabel"]]), one["metadata"]["name"]
 
 
 @pytest.mark.parametrize("name", SETS)
