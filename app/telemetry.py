@@ -58,7 +58,10 @@ ADMIT_SECONDS = Histogram(
     buckets=_SECONDS,
 )
 POLL_SECONDS = Histogram(
-    "tinsmith_poll_seconds", "Time that a poll is held", registry=REGISTRY, buckets=(*_SECONDS, 60)
+    "tinsmith_poll_seconds",
+    "Time that a poll, or an answer of the OpenAI or Anthropic API, is held",
+    registry=REGISTRY,
+    buckets=(*_SECONDS, 60),
 )
 ERRORS = Counter(
     "tinsmith_errors", "Requests answered with an error, by the error's kind", ["status", "error"], registry=REGISTRY

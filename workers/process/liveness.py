@@ -215,6 +215,7 @@ class LeaseKeeper:
         with self._lock:
             before = dict(self._renewed)
         gone = set(self._oplog.renew(sorted(before), self._worker))
+        answered = time.monotonic()
         lost = []
         with self._lock:
             for id_, since in before.items():
@@ -223,7 +224,9 @@ class LeaseKeeper:
                     if id_ in gone:
                         del self._renewed[id_]
                         lost.append(self._lost.pop(id_))
-                        telemetry.LEASES_LOST.inc()
+                        # A run that ended, and a request that ended or is paused, is gone before its lease lapses.
+                        if answered - since >= self._lease_s:
+                            telemetry.LEASES_LAPSED.inc()
                     else:
                         self._renewed[id_] = asked
         for tell in lost:

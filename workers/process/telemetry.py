@@ -17,7 +17,10 @@ from workers.process.gpus import Gpus
 log = logging.getLogger("tinsmith.ops")
 _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 STAGE_SECONDS = Histogram(
-    "tinsmith_op_stage_seconds", "Time of an Op in each stage: wait, run, commit", ["kind", "stage"], buckets=_BUCKETS
+    "tinsmith_op_stage_seconds",
+    "Time of an Op in each stage: wait, run, write, commit",
+    ["kind", "stage"],
+    buckets=_BUCKETS,
 )
 OPS = Counter("tinsmith_ops_total", "Ops that finished on this worker", ["kind", "state"])
 LOST_ATTEMPTS = Counter(
@@ -50,7 +53,7 @@ ADAPTER_USES = Counter(
 BATCH_SEQUENCES = Gauge("tinsmith_batch_sequences", "Sequences that the sampler's engine decodes now")
 BATCH_CAPACITY = Gauge("tinsmith_batch_capacity", "Sequences that the sampler's engine can decode at once")
 BATCH_WAITING = Gauge("tinsmith_batch_waiting", "Requests that wait in this sampler for a place in the batch")
-LEASES_LOST = Counter("tinsmith_lost_leases_total", "Leases that this worker held and found gone")
+LEASES_LAPSED = Counter("tinsmith_lost_leases_total", "Leases that this worker lost because it renewed them too late")
 REFUSED = Counter("tinsmith_refused_commits_total", "Commits refused, because another worker had taken over the model")
 
 GPUS = Gpus()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from pathlib import Path
 
@@ -113,18 +114,37 @@ def test_changes_in_a_snapshot_that_cannot_be_uploaded_age_beside_newer_ones(wor
     await_true(lambda: worker.snapshots.age_s(resident) == 0, "both are durable")
 
 
-def test_a_lease_that_another_worker_took_is_counted(world: World):
+def test_a_lease_that_was_renewed_too_late_is_counted_once(world: World):
     before = value("lost_leases_total")
     keeper = world.worker("a/1", lease_s=3600).parts.keeper
     world.oplog.acquire(MODEL, "a/1")
-    keeper.add(MODEL, time.monotonic())
+    keeper.add(MODEL, time.monotonic() - 3600)
     keeper._renew()
     assert value("lost_leases_total") == before, "it is still held"
+    keeper.add(MODEL, time.monotonic() - 3600)
     world.client.delete(keys.lease(MODEL))
     world.oplog.acquire(MODEL, "b/1")
     keeper._renew()
     keeper._renew()
     assert value("lost_leases_total") == before + 1
+
+
+@pytest.mark.parametrize("how", ["paused", "ended"])
+def test_a_lease_of_a_request_that_was_paused_or_has_ended_is_not_counted(world: World, how: str):
+    before = value("lost_leases_total")
+    keeper, stopped = world.worker("s/1", lease_s=3600).parts.keeper, threading.Event()
+    request_id = admit(world, 0)
+    asked = time.monotonic()
+    entry = world.oplog.claim_sample(request_id, "s/1")
+    assert entry is not None
+    keeper.add(request_id, asked, stopped.set)
+    if how == "paused":
+        world.client.hset(keys.op(request_id), "ring", "paused")
+    else:
+        world.oplog.cancel_sample(request_id)
+    keeper._renew()
+    assert stopped.is_set()
+    assert value("lost_leases_total") == before
 
 
 def test_a_prompt_counts_as_prefilled_and_cached_tokens(world: World, backend: SamplerBackend):
