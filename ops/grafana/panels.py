@@ -238,15 +238,15 @@ ROWS: dict[str, tuple[Graph, ...]] = {
             "bytes",
             "Memory in use on each GPU, and the memory it has.",
             (
-                Query("max by (gpu) (tinsmith_gpu_memory_used_bytes)", "GPU {{gpu}} used"),
-                Query("max by (gpu) (tinsmith_gpu_memory_bytes)", "GPU {{gpu}}"),
+                Query("max by (instance, gpu) (tinsmith_gpu_memory_used_bytes)", "{{instance}} GPU {{gpu}} used"),
+                Query("max by (instance, gpu) (tinsmith_gpu_memory_bytes)", "{{instance}} GPU {{gpu}}"),
             ),
         ),
         Graph(
             "GPU utilization",
             "percentunit",
             "Share of the time in which a kernel ran.",
-            (Query("max by (gpu) (tinsmith_gpu_utilization_ratio)", "GPU {{gpu}}"),),
+            (Query("max by (instance, gpu) (tinsmith_gpu_utilization_ratio)", "{{instance}} GPU {{gpu}}"),),
         ),
     ),
 }

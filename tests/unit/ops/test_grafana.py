@@ -31,3 +31,11 @@ def test_each_graph_is_explained_and_has_a_place_of_its_own():
     assert all(graph["description"] and graph["targets"] for graph in GRAPHS)
     places = {(graph["gridPos"]["x"], graph["gridPos"]["y"]) for graph in GRAPHS}
     assert len(places) == len({graph["title"] for graph in GRAPHS}) == len(GRAPHS)
+
+
+def test_gpus_with_the_same_number_on_different_machines_are_shown_apart():
+    targets = [target for graph in GRAPHS for target in graph["targets"] if "tinsmith_gpu_" in target["expr"]]
+    assert len(targets) == 3
+    for target in targets:
+        assert re.search(r"by \(([^)]*)\)", target["expr"])[1] == "instance, gpu"
+        assert "{{instance}}" in target["legendFormat"]
