@@ -95,8 +95,8 @@ class Arrival:
 
 
 def _awaited(head: bytes) -> int:
-    """The bytes of the body that the event loop waits for. Nothing is kept for a client without a credential, since it
-    is refused anyway."""
+    """The bytes of the body that the event loop waits for. Nothing is kept for a client without a credential or a
+    cookie, since it is refused anyway."""
     length = _LENGTH.search(head)
     if length is None or not _CREDENTIAL.search(head) or _EXPECT.search(head):
         return 0

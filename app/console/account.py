@@ -11,9 +11,10 @@ from flask import Blueprint, render_template, request
 
 from app.api.base import current_caller, services
 from app.domain.results import CACHED, PREFILLED, SAMPLED, SAVED, TRAINED
+from app.errors import BadRequest
 from app.services.tenants.usage import LONGEST
 
-_HOUR = timedelta(hours=1)
+_HOUR, _FIRST = timedelta(hours=1), date(1970, 1, 1)
 _COLUMNS = {
     "Trained tokens": TRAINED,
     "Sampled tokens": SAMPLED,
@@ -26,36 +27,43 @@ _COLUMNS = {
 def add(blueprint: Blueprint) -> None:
     """Adds the pages to the console."""
     blueprint.add_url_rule("/account", "account", _show_account)
+    blueprint.add_url_rule("/usage", "usage", _show_usage)
     blueprint.add_url_rule("/events", "events", _show_events)
 
 
 def _show_account() -> str:
-    """The key, the limits of its projects and their use. An admin also sees the usage and the storage."""
+    """The key, and the limits of its projects with their use."""
     caller = current_caller()
     limits = {project: services().quotas.describe(caller, project) for project in sorted(caller.roles)}
-    usage: list[tuple[str, str, Counter[str]]] = []
-    stored: list[dict[str, Any]] = []
-    if _is_admin():
-        end = datetime.fromtimestamp(services().records.now(), UTC).replace(minute=0, second=0, microsecond=0) + _HOUR
-        usage = _by_day(services().usage.events(caller, end - LONGEST, end)["data"])
-        stored = services().usage.stored(caller, None)
-    key = services().own_key.describe(caller)
-    shown = {"usage": usage, "columns": _COLUMNS, "stored": stored, "days": LONGEST.days}
-    return render_template("account.html", key=key, limits=limits, is_admin=_is_admin(), **shown)
+    is_admin = any(caller.may("admin", project) for project in caller.roles)
+    return render_template("account.html", key=services().own_key.describe(caller), limits=limits, is_admin=is_admin)
+
+
+def _show_usage() -> str:
+    """The usage and the stored checkpoints of the projects where the user is an admin. Raises Forbidden."""
+    caller, end = current_caller(), _now().replace(minute=0, second=0, microsecond=0) + _HOUR
+    usage = _by_day(services().usage.events(caller, end - LONGEST, end)["data"])
+    stored = services().usage.stored(caller, None)
+    return render_template("usage.html", usage=usage, columns=_COLUMNS, stored=stored, days=LONGEST.days)
 
 
 def _show_events() -> str:
-    """The audit log of one day. Raises Forbidden, and BadRequest for a text that is no day."""
-    today = datetime.fromtimestamp(services().records.now(), UTC).date()
-    day = request.args.get("day", today, date.fromisoformat)
+    """The audit log of one day. Raises Forbidden, and BadRequest for a text that is no day since 1970."""
+    today, asked = _now().date(), request.args.get("day")
+    try:
+        day = today if asked is None else date.fromisoformat(asked)
+    except ValueError:
+        raise BadRequest(f"{asked!r:.80} is no day: give one as {today}") from None
+    if not _FIRST <= day <= today:
+        raise BadRequest(f"there are no changes on {day}: give a day from {_FIRST} to {today}")
     entries = services().audit.read(current_caller(), "all", day)
-    near = {"before": day - timedelta(days=1), "after": day + timedelta(days=1) if day < today else None}
+    before, after = (day + timedelta(days=days) for days in (-1, 1))
+    near = {"before": before if before >= _FIRST else None, "after": after if after <= today else None}
     return render_template("events.html", day=day, entries=entries[::-1], **near)
 
 
-def _is_admin() -> bool:
-    caller = current_caller()
-    return any(caller.may("admin", project) for project in caller.roles)
+def _now() -> datetime:
+    return datetime.fromtimestamp(services().records.now(), UTC)
 
 
 def _by_day(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, Counter[str]]]:

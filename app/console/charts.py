@@ -9,8 +9,12 @@ from dataclasses import dataclass
 Points = Sequence[tuple[int, float]]
 
 WIDTH, HEIGHT = 360, 200
+MOST = 32
+# Beyond these a range has no room, or no ticks, in 64 bits.
+_SMALLEST, _LARGEST = 1e-300, 1e300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 8, 8, 24
 _TICKS = 5
+_MOST_DECIMALS = 4
 # A flat curve lies in the middle of a range of its own size.
 _FLAT = 0.5
 
@@ -44,8 +48,9 @@ class Chart:
 
 
 def charts(runs: Mapping[str, Mapping[str, Points]]) -> list[Chart]:
-    """A chart for each value that any of the runs has. `runs`: the curves of each run, by the run's label."""
-    names = dict.fromkeys(name for curves in runs.values() for name in curves)
+    """A chart for each value that any of the runs has, MOST at most. `runs`: the curves of each run, by the run's
+    label."""
+    names = list(dict.fromkeys(name for curves in runs.values() for name in curves))[:MOST]
     return [_chart(name, {label: curves.get(name, ()) for label, curves in runs.items()}) for name in names]
 
 
@@ -58,7 +63,7 @@ def number(value: float) -> str:
 
 
 def _chart(title: str, runs: Mapping[str, Points]) -> Chart:
-    drawn = {label: [point for point in points if math.isfinite(point[1])] for label, points in runs.items()}
+    drawn = {label: [point for point in points if abs(point[1]) <= _LARGEST] for label, points in runs.items()}
     x_low, x_high = _range(step for points in drawn.values() for step, _ in points)
     y_low, y_high = _range(value for points in drawn.values() for _, value in points)
 
@@ -75,8 +80,8 @@ def _chart(title: str, runs: Mapping[str, Points]) -> Chart:
     return Chart(
         title,
         lines,
-        [Tick(x(at), number(at)) for at in _ticks(x_low, x_high) if at == int(at)],
-        [Tick(y(at), number(at)) for at in _ticks(y_low, y_high)],
+        [Tick(x(at), label) for at, label in _ticks(x_low, x_high) if at == int(at)],
+        [Tick(y(at), label) for at, label in _ticks(y_low, y_high)],
         f"{title}: " + "; ".join(_summary(label, points) for label, points in drawn.items()),
     )
 
@@ -96,13 +101,17 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
     return f"M{path}{'h0' if len(points) == 1 else ''}" if points else ""
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """About _TICKS round numbers between both: 1, 2 or 5 times a power of ten apart."""
+def _ticks(low: float, high: float) -> list[tuple[float, str]]:
+    """About _TICKS round numbers between both, 1, 2 or 5 times a power of ten apart, with their labels."""
     rough = (high - low) / _TICKS
-    power = 10 ** math.floor(math.log10(rough))
+    if rough < _SMALLEST:
+        return []
+    power = 10.0 ** math.floor(math.log10(rough))
     gap = next(step * power for step in (1, 2, 5, 10) if step * power >= rough)
-    first = math.ceil(low / gap)
-    return [round(index * gap, 12) for index in range(first, math.floor(high / gap) + 1)]
+    ticks = [index * gap for index in range(math.ceil(low / gap), math.floor(high / gap) + 1)]
+    decimals = max(0, -math.floor(math.log10(gap)))
+    is_plain = decimals <= _MOST_DECIMALS and abs(high) < 1e6
+    return [(at, f"{at:,.{decimals}f}" if is_plain else number(at)) for at in ticks]
 
 
 def _summary(label: str, points: Points) -> str:

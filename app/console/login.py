@@ -31,7 +31,7 @@ from app.errors import NotFound, RequestError, Unauthorized
 from app.settings import Settings
 
 _KEY, _CSRF, _FIELD = "key", "csrf", "csrf_token"
-_IDLE = timedelta(hours=12)
+_LIFETIME = timedelta(hours=12)
 _MOST_FORM_BYTES = 16 * 1024
 
 
@@ -42,9 +42,11 @@ def configure(app: Flask, settings: Settings) -> None:
     app.config.update(
         SESSION_COOKIE_NAME="tinsmith_console",
         SESSION_COOKIE_PATH="/console",
-        SESSION_COOKIE_SAMESITE="Strict",
+        # A link on another site, such as a dashboard, finds the login. Each form has a token of its own.
+        SESSION_COOKIE_SAMESITE="Lax",
         SESSION_COOKIE_SECURE=settings.public_url.startswith("https://"),
-        PERMANENT_SESSION_LIFETIME=_IDLE,
+        PERMANENT_SESSION_LIFETIME=_LIFETIME,
+        SESSION_REFRESH_EACH_REQUEST=False,
     )
 
 
@@ -73,16 +75,19 @@ def add(blueprint: Blueprint) -> None:
         try:
             g.caller = services().authenticator.holder(session.get(_KEY, ""))
         except Unauthorized:
-            session.clear()
+            if _KEY in session:
+                session.clear()
             return _to_login()
         return None
 
 
 def _check_form() -> None:
-    """Answers 403 unless this browser got the form from here. Nothing of a body is read without the cookie: the event
-    loop waits for that of a client with one (app/gunicorn_worker.py)."""
+    """Answers 403 unless this browser got the form from here. Only a body that has arrived is read: the event loop
+    waits for those of a client with a cookie, if they have a length and no Expect header (app/gunicorn_worker.py)."""
     request.max_content_length = _MOST_FORM_BYTES
-    if _CSRF not in session or not hmac.compare_digest(request.form.get(_FIELD, ""), session[_CSRF]):
+    if request.content_length is None or "Expect" in request.headers:
+        abort(411, "send the form with its length, and without an Expect header")
+    if _CSRF not in session or not hmac.compare_digest(request.form.get(_FIELD, "").encode(), session[_CSRF].encode()):
         abort(403, "this form is too old: load its page again")
 
 

@@ -1,12 +1,14 @@
-"""The pages of the console. Each shows and changes only what the API would for the same key."""
+"""The pages of the console. Each shows and changes only what belongs to projects of the key that logged in."""
 
 from __future__ import annotations
 
 import csv
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import redis
 from flask import Blueprint, Response, g, redirect, render_template, request, url_for
 from werkzeug.exceptions import HTTPException
 from werkzeug.wrappers import Response as AnyResponse
@@ -15,17 +17,18 @@ from app.api.base import current_caller, needs, services
 from app.console import account, charts, login, playground
 from app.domain.curves import curves, steps
 from app.domain.progress import Progress
-from app.errors import RequestError
+from app.errors import BadRequest, NotFound, OpError, RequestError
 from app.ids import TinkerPath
 from app.services.views import Page
 
+log = logging.getLogger(__name__)
 blueprint = Blueprint("console", __name__, url_prefix="/console", template_folder="templates", static_folder="static")
 login.add(blueprint)
 account.add(blueprint)
 playground.add(blueprint)
 
 _PAGE_RUNS, _PAGE_CHECKPOINTS, _MOST_CALLS = 25, 50, 100
-_MOST_POINTS = 1000
+_MOST_POINTS, _MOST_COLUMNS = 1000, 256
 # Enough for the parts of a large batch, and for a rate that is steady.
 _NEWEST_POINTS = 64
 _MOST_COMPARED = 8
@@ -57,24 +60,49 @@ def helpers() -> dict[str, Any]:
 @blueprint.errorhandler(RequestError)
 def refused(error: RequestError) -> tuple[str, int]:
     """The page of a request that cannot be served."""
-    return render_template("error.html", message=str(error)), error.status
+    return _failed(str(error), error.status)
+
+
+@blueprint.errorhandler(OpError)
+def sample_failed(error: OpError) -> tuple[str, int]:
+    """The page of a sample that failed."""
+    return _failed(str(error), 400 if error.category == "user" else 500)
+
+
+@blueprint.errorhandler(redis.RedisError)
+def away(error: redis.RedisError) -> tuple[str, int]:
+    """The page while the state server is away."""
+    log.warning("the state server failed: %s", type(error).__name__)
+    return _failed("the state server does not answer or is full; try again soon", 503)
 
 
 @blueprint.errorhandler(HTTPException)
-def failed(error: HTTPException) -> tuple[str, int]:
-    """The page of an HTTP error, such as a wrong method."""
-    return render_template("error.html", message=error.description or error.name), error.code or 500
+def wrong_request(error: HTTPException) -> tuple[str, int]:
+    """The page of an HTTP error, such as a form that is too old."""
+    return _failed(error.description or error.name, error.code or 500)
 
 
+def _failed(message: str, status: int) -> tuple[str, int]:
+    """htmx shows the message alone, in the part that it loads again."""
+    return render_template("error_part.html" if _is_part() else "error.html", message=message), status
+
+
+@blueprint.get("")
 @blueprint.get("/")
 def home() -> AnyResponse:
     """The first page."""
     return redirect(url_for("console.runs"))
 
 
+@blueprint.get("/<path:name>")
+def no_page(name: str) -> AnyResponse:
+    """Raises NotFound for an address without a page."""
+    raise NotFound(f"the console has no page {name[:200]!r}")
+
+
 @blueprint.get("/runs")
 def runs() -> str:
-    """The runs, newest first, with their progress. htmx loads the table alone, again and again."""
+    """The runs, newest first, with their progress. htmx loads the table alone every three seconds."""
     page = Page(max(0, request.args.get("offset", 0, int)), _PAGE_RUNS)
     found = services().runs.list_runs(current_caller(), "accessible", request.args.get("project") or None, page)
     progress = _progress(found["training_runs"], _NEWEST_POINTS)
@@ -84,7 +112,7 @@ def runs() -> str:
 
 @blueprint.get("/runs/<run>")
 def show_run(run: str) -> str:
-    """One run: its state, its curves and its checkpoints. htmx loads the curves alone, again and again."""
+    """One run: its state, its curves and its checkpoints. htmx loads the curves alone every three seconds."""
     described = services().runs.describe(run, current_caller(), "owned")
     (progress,) = _progress([described], _MOST_POINTS).values()
     drawn = charts.charts({_brief_id(run): curves(steps(progress))})
@@ -101,7 +129,7 @@ def download_curves(run: str) -> Response:
     described = services().runs.describe(run, current_caller(), "owned")
     (progress,) = _progress([described], _MOST_POINTS).values()
     found = steps(progress)
-    names = sorted({name for step in found for name in step.metrics})
+    names = list(dict.fromkeys(name for step in found for name in step.metrics))[:_MOST_COLUMNS]
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(("step", "unix_time", "tokens", "seconds", "loss", *names))
@@ -145,8 +173,10 @@ def publish() -> AnyResponse:
 @needs("manage")
 def expire() -> AnyResponse:
     """Lets a checkpoint expire after some days, or never."""
-    days = request.form.get("days", type=float)
-    services().checkpoints.set_ttl(_path(), current_caller(), round(days * _DAY_S) if days else None)
+    days = request.form.get("days")
+    if days is not None and not days.isdecimal():
+        raise BadRequest(f"{days[:80]!r} is no number of days: give a whole number")
+    services().checkpoints.set_ttl(_path(), current_caller(), None if days is None else int(days) * _DAY_S)
     return _back()
 
 
@@ -163,7 +193,7 @@ def delete() -> AnyResponse:
 
 @blueprint.get("/queue")
 def queue() -> str:
-    """The workers, and the user's waiting calls with their places. htmx loads the tables alone, again and again."""
+    """The workers, and the user's waiting calls with their places. htmx loads the tables alone every two seconds."""
     calls = services().queue.list(current_caller(), Page(0, _MOST_CALLS))
     workers = sorted(services().bases.workers().items())
     template = "queue_tables.html" if _is_part() else "queue.html"

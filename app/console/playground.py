@@ -16,7 +16,7 @@ from app.api.chat.base import gone
 from app.api.chat.openai import ChatCompletion
 from app.errors import BadRequest
 
-_MOST_TOKENS = 512
+_MOST_MODELS, _MOST_TOKENS = 2, 512
 _START = {"temperature": "0.7", "max_tokens": "100", "seed": "", "system": "", "prompt": ""}
 # Shades of a token, by the least probability of each: unlikely tokens stand out.
 _SHADES = (0.0, 0.02, 0.1, 0.3, 0.7)
@@ -33,11 +33,17 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The answer of one model."""
+    """The answer of one model. `text` is also the text of its tokens, unless one token ends within a character."""
 
     model: str
+    text: str
     tokens: Sequence[Token]
     finish: str
+
+    @property
+    def is_split(self) -> bool:
+        """True if the texts of the single tokens make up the text."""
+        return "".join(token.text for token in self.tokens) == self.text
 
 
 def add(blueprint: Blueprint) -> None:
@@ -56,8 +62,8 @@ def _play() -> str:
     value in the form."""
     form = {name: request.form.get(name, "") for name in _START}
     models = list(dict.fromkeys(model for model in request.form.getlist("model") if model))
-    if not models:
-        raise BadRequest("choose a model")
+    if not 1 <= len(models) <= _MOST_MODELS:
+        raise BadRequest(f"{len(models)} models are chosen; choose one or two")
     bodies = [_body(form, model) for model in models]
     with ExitStack() as open_answers:
         asked = []
@@ -93,7 +99,9 @@ def _body(form: Mapping[str, str], model: str) -> Any:
     try:
         return ChatCompletion().load(given)
     except ValidationError as error:
-        raise BadRequest("; ".join(f"{name}: {text}" for name, text in error.messages_dict.items())) from None
+        raise BadRequest(
+            "; ".join(f"{name}: {' '.join(map(str, texts))}" for name, texts in error.messages_dict.items())
+        ) from None
 
 
 def _count(text: str, name: str) -> int:
@@ -105,7 +113,8 @@ def _count(text: str, name: str) -> int:
 
 def _answered(model: str, answer: Mapping[str, Any]) -> Answered:
     (choice,) = answer["choices"]
-    return Answered(model, [_token(one) for one in choice["logprobs"]["content"]], choice["finish_reason"])
+    text = choice["message"]["content"] or ""
+    return Answered(model, text, [_token(one) for one in choice["logprobs"]["content"]], choice["finish_reason"])
 
 
 def _token(scored: Mapping[str, Any]) -> Token:

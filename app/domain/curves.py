@@ -67,8 +67,8 @@ def _step(number: int, batch: Sequence[Point]) -> Step:
 
 
 def _merged(name: str, calls: Sequence[Point]) -> float:
-    """The metric of a batch, as the SDK merges the parts of one: by the reduction behind the colon, or else the mean
-    over the tokens."""
+    """The metric of a batch: merged by the reduction behind the colon, or else the mean over the tokens. The SDK's mean
+    is over the datums, which a point does not count."""
     values = [call.metrics[name] for call in calls]
     reduction = _REDUCTIONS.get(name.rpartition(":")[2])
     if reduction is not None:

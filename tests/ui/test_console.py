@@ -118,6 +118,9 @@ def test_every_page_is_accessible_and_fits_the_screen(opened: Opener, size: str,
         page.get_by_role("link", name=name, exact=True).click()
         expect(page.get_by_role("heading", name=name, exact=True)).to_be_visible()
         _check(page, name.lower(), size, scheme)
+    page.get_by_role("link", name="Usage and storage").click()
+    _check(page, "usage", size, scheme)
+    page.go_back()
     page.get_by_role("link", name="Changes to projects").click()
     _check(page, "events", size, scheme)
 

@@ -30,7 +30,7 @@ PUBLIC = {
 } | HUB
 
 # Its pages have a login, and tests of their own: tests/unit/app/console/test_pages.py.
-CONSOLE = "/console/"
+CONSOLE = "/console"
 # Other clients read other formats of errors.
 FORMS = {"oai": {"error"}, "anthropic": {"type", "error", "request_id"}}
 

@@ -59,7 +59,7 @@ def test_a_key_sees_the_limits_of_its_project_and_their_use(
     assert shown["live models"] == ["0", "12", "0", "–"]
     assert shown["storage bytes"][:2] == ["0 B", "5 MB"]
     assert {"requests a second", "tokens a second", "live sessions", "concurrent samples"} <= shown.keys()
-    assert "Usage of" not in page
+    assert shown["weight"][1] == "1" and shown["keep checkpoints"] == ["–"] * 4
 
 
 def test_the_use_of_a_project_is_shown(tenant: Tenant, browser: Browsers) -> None:
@@ -70,14 +70,14 @@ def test_the_use_of_a_project_is_shown(tenant: Tenant, browser: Browsers) -> Non
 
 def test_an_admin_sees_the_usage_of_each_day_and_model(api: Api, tenant: Tenant, browser: Browsers) -> None:
     use(api, tenant, trained=1234)
-    page = browser(tenant.key("admin")).get("account").text
+    page = browser(tenant.key("admin")).get("usage").text
     today = datetime.fromtimestamp(api.services.records.now(), UTC).date()
     (found,) = [cells for cells in rows(page, "Usage of 14 days") if cells[0] == str(today)]
     assert found == [str(today), BASE, "1,234", "0", "0", "4", "0"]
 
 
 def test_an_admin_sees_the_stored_checkpoints(api: Api, tenant: Tenant, browser: Browsers) -> None:
-    page = browser(tenant.key("admin")).get("account").text
+    page = browser(tenant.key("admin")).get("usage").text
     (found,) = [cells for cells in rows(page, "Stored checkpoints") if cells[0] == tenant.project]
     assert found[1:3] == ["member@example.org", "1"]
 
@@ -96,5 +96,16 @@ def test_an_admin_sees_the_changes_of_a_day_the_newest_first(api: Api, tenant: T
 
 def test_nobody_else_sees_changes_or_usage(tenant: Tenant, browser: Browsers) -> None:
     member = browser(tenant.key("member"))
-    assert member.get("events").status_code == 403
-    assert "Usage of" not in member.get("account").text
+    assert member.get("events").status_code == member.get("usage").status_code == 403
+    assert "/console/usage" not in member.get("account").text
+
+
+@pytest.mark.parametrize("day", ["foo", "0001-01-01", "9999-12-31", "1969-12-31"])
+def test_a_day_without_changes_is_refused_in_words(tenant: Tenant, browser: Browsers, day: str) -> None:
+    answer = browser(tenant.key("admin")).get(f"events?day={day}")
+    assert answer.status_code == 400 and day in answer.text
+
+
+def test_the_changes_begin_in_1970(tenant: Tenant, browser: Browsers) -> None:
+    page = browser(tenant.key("admin")).get("events?day=1970-01-01")
+    assert page.status_code == 200 and "day=1969-12-31" not in page.text

@@ -28,7 +28,7 @@ def test_a_tick_is_at_the_height_of_its_value() -> None:
     (chart,) = charts({"a": {"loss": [(0, 0.0), (10, 1.0)]}})
     (_, low), (_, high) = places(chart)
     at = {tick.label: tick.place for tick in chart.y_ticks}
-    assert at["0"] == pytest.approx(low, abs=0.1) and at["1"] == pytest.approx(high, abs=0.1)
+    assert at["0.0"] == pytest.approx(low, abs=0.1) and at["1.0"] == pytest.approx(high, abs=0.1)
     assert [tick.label for tick in chart.x_ticks] == ["0", "2", "4", "6", "8", "10"]
 
 
@@ -57,6 +57,23 @@ def test_runs_are_compared_at_one_scale_and_a_run_without_a_value_keeps_its_colo
     loss, reward = charts({"a": {"loss": [(1, 1.0), (2, 2.0)]}, "b": {"loss": [(1, 2.0)], "reward": [(1, 0.5)]}})
     assert places(loss, 1)[0][1] == places(loss, 0)[1][1]
     assert [line.label for line in reward.lines] == ["a", "b"] and reward.lines[0].path == ""
+
+
+@pytest.mark.parametrize("values", [(0.0, 1.5e308), (0.0, 5e-324), (1e-320, 1e-320), (-1e300, 1e300)])
+def test_extreme_values_do_not_break_the_page(values: tuple[float, float]) -> None:
+    (chart,) = charts({"a": {"learning_rate": list(enumerate(values))}})
+    assert all(0 <= tick.place <= HEIGHT for tick in chart.y_ticks)
+
+
+@pytest.mark.parametrize(("low", "high"), [(312.451, 312.455), (1e-13, 1.5e-13), (1e5, 1e5 + 1)])
+def test_ticks_that_are_close_together_have_different_labels(low: float, high: float) -> None:
+    (chart,) = charts({"a": {"loss": [(1, low), (2, high)]}})
+    assert len({tick.label for tick in chart.y_ticks}) == len(chart.y_ticks) >= 3
+
+
+def test_of_many_values_the_first_are_drawn() -> None:
+    names = [f"custom/{number}" for number in range(100)]
+    assert [chart.title for chart in charts({"a": {name: [(1, 1.0)] for name in names}})] == names[:32]
 
 
 def test_a_screen_reader_hears_where_the_curve_begins_and_ends() -> None:

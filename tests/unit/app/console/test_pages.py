@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import re
+import time
 from collections.abc import Callable
 from html import unescape
 from typing import Any, cast
 
 import pytest
+import redis
 from flask import Flask
 
 from app.domain.progress import Point
@@ -24,7 +26,19 @@ from tests.unit.app.conftest import KEY, OTHER_KEY, Api, batch
 from tests.unit.app.console.conftest import Browser
 from tests.unit.app.tenant import make_tenant
 
-PAGES = ["runs", "runs/x", "runs/x/curves.csv", "compare", "checkpoints", "queue", "account", "events", "playground"]
+PAGES = [
+    "runs",
+    "runs/x",
+    "runs/x/curves.csv",
+    "compare",
+    "checkpoints",
+    "queue",
+    "account",
+    "usage",
+    "events",
+    "playground",
+    "none",
+]
 FORMS = ["checkpoints/publish", "checkpoints/expiry", "checkpoints/delete"]
 ALL_FORMS = [*FORMS, "playground"]
 
@@ -68,6 +82,12 @@ def trained(api: Api, losses: list[float]) -> str:
     return model
 
 
+@pytest.mark.parametrize("path", ["/console", "/console/"])
+def test_the_console_begins_at_its_own_address(api: Api, app: Flask, path: str) -> None:
+    answer = app.test_client().get(path, follow_redirects=True)
+    assert (answer.status_code, answer.request.path) == (200, "/console/login")
+
+
 @pytest.mark.parametrize("path", PAGES)
 def test_no_page_is_seen_without_a_login(api: Api, app: Flask, path: str) -> None:
     answer = Browser(app).get(path)
@@ -95,6 +115,38 @@ def test_a_form_without_a_cookie_is_refused_before_its_body_is_read(api: Api, ap
     form = {"content_type": "application/x-www-form-urlencoded", "content_length": 100}
     answer = app.test_client().post("/console/login", input_stream=cast(Any, Unreadable()), **cast(Any, form))
     assert answer.status_code == 403
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Transfer-Encoding": "chunked"}, {"Content-Length": "9", "Expect": "100-continue"}]
+)
+def test_a_form_that_the_event_loop_does_not_wait_for_is_refused_unread(
+    api: Api, app: Flask, headers: dict[str, str]
+) -> None:
+    """Such a slow body would hold a thread, and everybody gets a cookie with the login's page."""
+    client = app.test_client()
+    client.get("/console/login")
+    form = {"content_type": "application/x-www-form-urlencoded", "headers": headers}
+    answer = client.post("/console/login", input_stream=cast(Any, Unreadable()), **cast(Any, form))
+    assert answer.status_code == 411
+
+
+@pytest.mark.parametrize("token", ["\u00e9", "x"])
+def test_a_form_with_a_wrong_token_is_refused(browser: Callable[..., Browser], token: str) -> None:
+    assert browser().post("logout", csrf_token=token).status_code == 403
+
+
+def test_a_link_of_another_site_does_not_end_a_login(api: Api, app: Flask) -> None:
+    """A browser may leave the cookie out of such a request."""
+    assert "Set-Cookie" not in app.test_client().get("/console/runs").headers
+
+
+def test_a_login_ends_twelve_hours_after_it_began(browser: Callable[..., Browser]) -> None:
+    logged_in = browser()
+    cookie = logged_in._client.get_cookie("tinsmith_console", path="/console")
+    assert cookie is not None and cookie.max_age is None and cookie.expires is not None
+    assert 43_000 < cookie.expires.timestamp() - time.time() <= 43_200
+    assert "Set-Cookie" not in logged_in.get("runs").headers, "a page that is loaded again prolongs nothing"
 
 
 def test_a_large_form_is_refused(browser: Callable[..., Browser]) -> None:
@@ -136,7 +188,7 @@ def test_the_cookie_holds_no_key_and_no_script_reads_it(api: Api, app: Flask) ->
     with everything_logged() as logged:
         cookie = Browser(app).log_in(KEY).headers["Set-Cookie"]
     assert KEY not in cookie and KEY not in logged.getvalue()
-    assert {"HttpOnly", "SameSite=Strict", "Path=/console"} <= set(cookie.split("; "))
+    assert {"HttpOnly", "SameSite=Lax", "Path=/console"} <= set(cookie.split("; "))
 
 
 def test_a_cookie_that_was_changed_is_no_login(browser: Callable[..., Browser], app: Flask) -> None:
@@ -244,6 +296,9 @@ def test_a_checkpoint_expires_after_days_or_never(api: Api, browser: Callable[..
     logged_in.post("checkpoints/expiry", path=path)
     (found,) = listed(api)
     assert "expires_at" not in found
+    for days in ("nan", "inf", "-1", "0.5", "x", ""):
+        assert logged_in.post("checkpoints/expiry", path=path, days=days).status_code == 400
+    assert listed(api) == [found]
 
 
 def test_a_checkpoint_is_deleted_only_after_a_second_press(api: Api, browser: Callable[..., Browser]) -> None:
@@ -281,6 +336,44 @@ def test_a_browser_loads_all_from_this_server_and_keeps_no_page(api: Api, browse
     for asset in re.findall(r'(?:src|href)="/console/(static/[^"]*)"', page.text):
         assert logged_in.get(asset).status_code == 200
     assert "://" not in page.text and " style=" not in page.text and "<script>" not in page.text
+
+
+def test_a_page_beyond_the_last_does_not_say_that_there_are_no_runs(api: Api, browser: Callable[..., Browser]) -> None:
+    trained(api, [1.0])
+    page = browser().get("runs?offset=25").text
+    assert "No run yet" not in page and "of 1" in page
+
+
+def test_metrics_of_many_names_make_a_page_of_bounded_size(api: Api, browser: Callable[..., Browser]) -> None:
+    model = api.model(api.session())
+    lease = api.services.oplog.acquire(model, "node/test")
+    assert not isinstance(lease, OwnedElsewhere)
+    for seq in range(1, 61, 2):
+        metrics = {f"custom/{seq}-{number}:sum": 1.0 for number in range(15)}
+        for step, point in ((0, Point("forward_backward", metrics, 1, 1.0, 1.0)), (1, Point("optim_step"))):
+            if step:
+                api.post("optim_step", {"model_id": model, "seq_id": seq + 1, "adam_params": {}})
+            else:
+                api.forward_backward(batch(model, seq))
+            api.services.oplog.commit(lease, seq + step, Result(b"{}"), point=point)
+    logged_in = browser()
+    assert logged_in.get(f"runs/{model}").text.count("<figure>") == 32
+    assert len(logged_in.get(f"runs/{model}/curves.csv").text.splitlines()[0].split(",")) == 5 + 256
+
+
+def test_in_an_outage_a_part_of_a_page_says_so(
+    api: Api, browser: Callable[..., Browser], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged_in = browser()
+    monkeypatch.setattr(api.services.records, "progress", lambda *_: _raise(redis.ConnectionError()))
+    page, part = logged_in.get("runs"), logged_in.get("runs", HX_Request="true")
+    assert page.status_code == part.status_code == 503
+    assert "does not answer" in page.text and "does not answer" in part.text
+    assert "<html" in page.text and "<html" not in part.text
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def test_a_run_that_does_not_exist_is_a_page_in_words(browser: Callable[..., Browser]) -> None:

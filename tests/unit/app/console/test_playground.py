@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from werkzeug.test import TestResponse
 
+from app.domain.results import Result
 from app.domain.sampling import SampledSequence, SampleOutput
 from tests.unit.app.api.chat.conftest import app, served  # noqa: F401
 from tests.unit.app.api.chat.standin import Standin
@@ -35,7 +36,7 @@ def browser(served: tuple[Api, Standin], app: Any) -> Browsers:  # noqa: F811
 
 def tokens(answer: TestResponse) -> list[list[tuple[str, str, str]]]:
     """(shade, probability, text) of the tokens of each answer."""
-    found = re.findall(r'<p class="answer">(.*?)</p>', answer.text, re.DOTALL)
+    found = re.findall(r'<p class="answer tokens">(.*?)</p>', answer.text, re.DOTALL)
     return [re.findall(r'<span class="shade(.)" title="(.*?)">(.*?)</span>', one, re.DOTALL) for one in found]
 
 
@@ -57,6 +58,24 @@ def test_a_chat_is_answered_with_the_probability_of_each_token(
     likely(served[1], "ab<", [0.9, 0.05, 0.5])
     (found,) = tokens(browser().post("playground", **FORM))
     assert found == [("4", "90.0%", "a"), ("1", "5.0%", "b"), ("3", "50.0%", "&lt;")]
+
+
+def test_a_character_of_several_tokens_is_shown_whole(
+    served: tuple[Api, Standin],  # noqa: F811
+    browser: Browsers,
+) -> None:
+    likely(served[1], "é", [0.5, 0.5])
+    answer = browser().post("playground", **FORM)
+    assert '<p class="answer">é</p>' in answer.text and len(tokens(answer)[0]) == 2
+
+
+def test_a_sample_that_fails_is_a_page_in_words(
+    served: tuple[Api, Standin],  # noqa: F811
+    browser: Browsers,
+) -> None:
+    served[1].answer = lambda *_: Result.failure("the prompt is odd")
+    answer = browser().post("playground", **FORM)
+    assert answer.status_code == 400 and "the prompt is odd" in answer.text and "<html" in answer.text
 
 
 def test_two_models_are_asked_the_same(served: tuple[Api, Standin], browser: Browsers) -> None:  # noqa: F811
@@ -91,7 +110,8 @@ def test_a_checkpoint_is_chosen_by_its_link(served: tuple[Api, Standin], browser
 @pytest.mark.parametrize(
     ("change", "status", "said"),
     [
-        ({"model": ""}, 400, "choose a model"),
+        ({"model": ""}, 400, "choose one or two"),
+        ({"model": [BASE, "a", "b"]}, 400, "choose one or two"),
         ({"model": "org/none"}, 404, "org/none"),
         ({"max_tokens": "513"}, 400, "1 to 512"),
         ({"max_tokens": "x"}, 400, "a whole number"),
@@ -102,12 +122,13 @@ def test_a_checkpoint_is_chosen_by_its_link(served: tuple[Api, Standin], browser
 def test_a_wrong_form_is_refused_in_words_and_samples_nothing(
     served: tuple[Api, Standin],  # noqa: F811
     browser: Browsers,
-    change: dict[str, str],
+    change: dict[str, str | list[str]],
     status: int,
     said: str,
 ) -> None:
     served[1].says("x")
-    answer = browser().post("playground", **{**FORM, **change})
+    form: dict[str, str | list[str]] = {**FORM, **change}
+    answer = browser().post("playground", **form)
     assert answer.status_code == status and said in unescape(answer.text)
     assert served[1].seen == []
 
