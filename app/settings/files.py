@@ -74,8 +74,8 @@ def _with_secrets(raw: dict[str, Any], environ: Mapping[str, str]) -> dict[str, 
         values = raw.setdefault(section, {}) if variable in environ else None
         if isinstance(values, dict):  # a value that is not a section is refused later
             values[key] = environ[variable]
-    if "TINSMITH_URL_SECRET" in environ:
-        raw["url_secret"] = environ["TINSMITH_URL_SECRET"]
+    if secret := environ.get("TINSMITH_URL_SECRET"):  # containers pass on an unset variable as an empty one
+        raw["url_secret"] = secret
     keys = raw.get("api_keys", [])
     if "TINSMITH_API_KEY" in environ and isinstance(keys, list):
         raw["api_keys"] = [*keys, hash_key(environ["TINSMITH_API_KEY"])]

@@ -63,6 +63,11 @@ def test_the_secret_of_urls_may_come_from_the_environment(file):
     assert resolve(Options(config=file), {"TINSMITH_URL_SECRET": "s" * 32}).url_secret == "s" * 32
 
 
+def test_an_empty_secret_in_the_environment_leaves_that_of_the_file(file):
+    file.write_text(f'url_secret = "{"f" * 32}"\n{TOML}')
+    assert resolve(Options(config=file), {"TINSMITH_URL_SECRET": ""}).url_secret == "f" * 32
+
+
 def test_worker_options_hold_for_every_base_model(file):
     options = Options(config=file, base_models=(("new", "org/new"),), trainer="torch", trainers=2, sampler="vllm")
     settings = for_every_base_model(resolve(options, {}), options)
