@@ -26,7 +26,7 @@ from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound, Unavailable
 from app.services.admission import QuotaService
 from app.services.tenants import audit
-from app.services.tenants.access import Sources, find_public, list_checkpoints, load_checkpoint, load_owned
+from app.services.tenants.access import Sources, find_public, list_checkpoints, load_checkpoint, load_owned, missing
 from app.services.training import check_ttl
 from app.services.views import (
     CHECKPOINT_TYPES,
@@ -85,9 +85,7 @@ class CheckpointService:
         expires = None if ttl_seconds is None else now + ttl_seconds
         self._audit(caller, checkpoint, path, "checkpoint_set_ttl", {"ttl_seconds": ttl_seconds})
         note(self._objects, checkpoint.prefix, "expires_at", now, expires)
-        self._records.update(
-            Checkpoint.namespace, str(path), {"expires_at": json.dumps(expires), "expiry_by": json.dumps(OWNER)}
-        )
+        self._update(path, {"expires_at": expires, "expiry_by": OWNER})
 
     def publish(self, path: ids.TinkerPath, caller: Caller, *, public: bool) -> None:
         """Makes the checkpoint readable for everybody with a key, or private again. A repeat is harmless. Raises
@@ -96,7 +94,7 @@ class CheckpointService:
         self._quotas.take(caller, checkpoint.owner)
         self._audit(caller, checkpoint, path, "checkpoint_publish" if public else "checkpoint_unpublish")
         note(self._objects, checkpoint.prefix, "public", self._records.now(), public)
-        self._records.update(Checkpoint.namespace, str(path), {"public": json.dumps(public)})
+        self._update(path, {"public": public})
 
     def delete(self, path: ids.TinkerPath, caller: Caller) -> None:
         """Deletes a checkpoint: the record and the manifest first, so that no reader finds half a checkpoint. Raises
@@ -113,6 +111,12 @@ class CheckpointService:
             raise BadRequest(f"{path} cannot be downloaded: save the weights with save_weights_external first")
         urls = {name: self._objects.presign(f"{checkpoint.prefix}/{name}", URL_SECONDS) for name in checkpoint.files}
         return {"urls": urls, "expires": timestamp(time.time() + URL_SECONDS)}
+
+    def _update(self, path: ids.TinkerPath, changes: Mapping[str, Any]) -> None:
+        """Changes the record. Raises NotFound: the checkpoint may have been deleted since it was read."""
+        fields = {name: json.dumps(value) for name, value in changes.items()}
+        if not self._records.update(Checkpoint.namespace, str(path), fields):
+            raise missing(Checkpoint, str(path))
 
     def _audit(
         self,

@@ -53,7 +53,7 @@ def load_readable(store: RedisRecords, cls: type[Owned], key: str, caller: Calle
     """A record that the caller only reads. Raises NotFound with a text that depends only on the request."""
     found = store.find(cls, key)
     if found is None or not caller.sees(found.owner) or _is_expired(found, store):
-        raise _missing(cls, key)
+        raise missing(cls, key)
     return found
 
 
@@ -62,11 +62,12 @@ def read_run(store: RedisRecords, model_id: str, caller: Caller) -> Record:
     does."""
     stored = store.get(Model.namespace, model_id)
     if stored is None or not caller.sees(load(Model, stored).owner):
-        raise _missing(Model, model_id)
+        raise missing(Model, model_id)
     return stored
 
 
-def _missing(cls: type[Owned], key: str) -> NotFound:
+def missing(cls: type[Owned], key: str) -> NotFound:
+    """The error of a record that does not exist, with a text that depends only on the request."""
     return NotFound(f"{cls.__name__.lower()} {key[:200]!r} does not exist")
 
 

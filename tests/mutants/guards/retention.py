@@ -37,6 +37,13 @@ MUTANTS = (
         "",
         _STAYS,
     ),
+    Mutant(
+        "retention: a change of what is deleted meanwhile",
+        "app/services/checkpoints.py",
+        "if not self._records.update(Checkpoint.namespace, str(path), fields):",
+        "if not self._records.update(Checkpoint.namespace, str(path), fields) and False:",
+        "tests/unit/app/api/test_weights.py::test_a_change_of_a_checkpoint_that_is_deleted_meanwhile_finds_none",
+    ),
     Mutant("retention: expired ones do not count", _TASK, " and not checkpoint.is_expired(now)", "", _STAYS),
     Mutant(
         "retention: the order of the saves",
@@ -62,8 +69,8 @@ MUTANTS = (
     Mutant(
         "retention: an owner's choice",
         "app/services/checkpoints.py",
-        '"expiry_by": json.dumps(OWNER)',
-        '"expiry_by": json.dumps("")',
+        '"expiry_by": OWNER}',
+        '"expiry_by": ""}',
         "tests/unit/app/api/test_weights.py::test_a_ttl_is_set_counted_from_now_and_removed",
     ),
 )

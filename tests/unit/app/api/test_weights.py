@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -212,6 +213,33 @@ def test_a_ttl_is_set_counted_from_now_and_removed(api: Api) -> None:
     assert expiry() is None
     checkpoint = api.services.records.find(Checkpoint, f"tinker://{model}/weights/a")
     assert checkpoint is not None and not checkpoint.counts, "its owner keeps it, whatever keep_checkpoints is"
+
+
+@pytest.mark.parametrize(("method", "tail"), [("PUT", "ttl"), ("POST", "publish"), ("DELETE", "publish")])
+def test_a_change_of_a_checkpoint_that_is_deleted_meanwhile_finds_none(
+    api: Api, monkeypatch: pytest.MonkeyPatch, method: str, tail: str
+) -> None:
+    """The change is noted in the object store before the record; the deletion falls between the two."""
+    model = api.model()
+    path = save_checkpoint(api, model)
+    url = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
+    body = {"json": {"ttl_seconds": None}} if tail == "ttl" else {}
+    put_new = api.services.objects.put_new
+
+    def deleted_behind(key: str, source: Path | bytes) -> bool:
+        done = put_new(key, source)
+        api.services.records.delete(Checkpoint.namespace, path)
+        return done
+
+    def change() -> tuple[int, dict[str, Any]]:
+        answer = api.client.open(f"{url}/{tail}", method=method, headers={"X-API-Key": api.key}, **body)
+        return answer.status_code, answer.json
+
+    monkeypatch.setattr(api.services.objects, "put_new", deleted_behind)
+    refused = change()
+    assert refused[0] == 404
+    assert refused == change(), "it answers as for a checkpoint that never was"
+    assert api.services.records.get(Checkpoint.namespace, path) is None
 
 
 def test_a_deleted_checkpoint_is_gone_with_its_files(api: Api) -> None:
