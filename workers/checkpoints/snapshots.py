@@ -9,12 +9,14 @@ replayed without answers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -63,9 +65,10 @@ class Track:
     passes: int = 0
     """The Ops in the journal behind the newest snapshot, and those of them that a replay runs as passes."""
     changed: float = math.inf
-    captured: float = math.inf
-    """Times (monotonic) of the first change that no snapshot has, and of the first that only snapshots have which are
-    not durable yet; infinite if there is none."""
+    """Time (monotonic) of the first change that no snapshot has; infinite if there is none."""
+    in_flight: deque[tuple[int, float]] = field(default_factory=deque)
+    """The mark and the time of the first change of each snapshot that is not durable yet, oldest first. The op thread
+    appends, and the upload thread removes."""
 
     @classmethod
     def begun(cls, rest_s: float) -> Track:
@@ -78,12 +81,15 @@ class Track:
 
     def made_durable(self, mark: int) -> None:
         self.durable = mark
-        if mark == self.taken:
-            self.captured = math.inf
+        while self.in_flight and self.in_flight[0][0] <= mark:
+            self.in_flight.popleft()
 
     def age_s(self) -> float:
         """Seconds for which a change has been in no durable snapshot; 0 if all are."""
-        return max(0.0, time.monotonic() - min(self.changed, self.captured))
+        changed = self.changed  # read first: a change in no snapshot may get into one meanwhile
+        with contextlib.suppress(IndexError):
+            changed = min(changed, self.in_flight[0][1])
+        return max(0.0, time.monotonic() - changed)
 
     def add(self, entry: Entry) -> None:
         """Records an Op that succeeded; its entry stays in the journal until it is trimmed."""
@@ -133,7 +139,8 @@ class Snapshots:
         next."""
         track = self._tracks[lease.model_id] = Track.begun(self._rest_s)
         if local is not None and local.seq > lease.snapshot_seq:
-            track.durable, track.captured = -1, time.monotonic()
+            track.durable = -1
+            track.in_flight.append((0, time.monotonic()))
             self._pipeline.resume(lease, local, partial(track.made_durable, 0))
 
     def replayed(self, model_id: str, entry: Entry) -> None:
@@ -191,7 +198,8 @@ class Snapshots:
     def age_s(self, models: Iterable[str]) -> float:
         """The longest time for which a change of one of these models has been in no durable snapshot, in seconds. May
         be called from any thread."""
-        return max((self._tracks[model_id].age_s() for model_id in models if model_id in self._tracks), default=0.0)
+        tracks = map(self._tracks.get, models)
+        return max((track.age_s() for track in tracks if track is not None), default=0.0)
 
     def forget(self, model_id: str) -> None:
         """Removes everything kept here of a deleted model."""
@@ -230,8 +238,10 @@ class Snapshots:
             return
         now = time.monotonic()
         track.next = now + max(self._rest_s, (now - started) / self._share)
+        if track.unsaved:
+            track.in_flight.append((track.total, track.changed))
         track.taken, track.unsaved, track.ops, track.passes = track.total, False, 0, 0
-        track.captured, track.changed = min(track.captured, track.changed), math.inf
+        track.changed = math.inf
         durable = partial(track.made_durable, track.total)
         write = _with_window(write, resident.grad_accumulation)
         self._pipeline.put(SnapshotCopy(resident.lease, resident.applied, write, durable, at_once))

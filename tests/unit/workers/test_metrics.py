@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
+from app.domain.checkpoints import MANIFEST
 from app.errors import Requeue
+from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
-from tests.unit.workers.checkpoints.test_snapshots import Shaky, train
+from tests.unit.workers.checkpoints.test_snapshots import WITHIN_S, Shaky, local, train, waits_for_upload
 from tests.unit.workers.conftest import MODEL, World, await_true, step
 from tests.unit.workers.sample.test_adapters import Make, RecordingBackend, make, store
 from tests.unit.workers.sample.test_admission import BATCH, Engine
@@ -112,6 +114,57 @@ def test_changes_in_a_snapshot_that_cannot_be_uploaded_age_beside_newer_ones(wor
     assert worker.snapshots.age_s(resident) > time.monotonic() - began, "the first step is older than the second"
     shaky.away = False
     await_true(lambda: worker.snapshots.age_s(resident) == 0, "both are durable")
+
+
+class Slow(FolderStore):
+    """A folder store in which a snapshot is complete only when a test lets one more be."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, "secret", "http://x")
+        self.complete = threading.Semaphore(0)
+
+    def put_new(self, key: str, source: Path | bytes) -> bool:
+        if key.endswith(MANIFEST):
+            assert self.complete.acquire(timeout=WITHIN_S)
+        return super().put_new(key, source)
+
+
+def test_steps_in_durable_snapshots_age_no_more_while_newer_snapshots_wait(world: World, tmp_path: Path):
+    store = Slow(tmp_path / "slow")
+    worker = world.worker("a/1", share=math.inf, store=store)
+    worker.handle(0, "create_model")
+    train(world, worker, [0])
+    await_true(lambda: local(world) != [], "the first snapshot waits for the store")
+    resident = worker.owner.residents()
+
+    def step_during_an_upload(seed: int) -> None:
+        began = time.monotonic()
+        seq = train(world, worker, [seed])
+        await_true(lambda: waits_for_upload(worker) == seq, "there is a newer snapshot before the upload ends")
+        store.complete.release()
+        await_true(lambda: worker.snapshots.age_s(resident) <= time.monotonic() - began, "older steps are durable")
+        assert worker.snapshots.age_s(resident) > 0, "the newest step is not"
+
+    for seed in (1, 2, 3):
+        step_during_an_upload(seed)
+    store.complete.release()
+    await_true(lambda: worker.snapshots.age_s(resident) == 0, "all are durable")
+
+
+def test_a_model_that_is_forgotten_while_ages_are_read_has_none(world: World):
+    class Forgetful(dict[str, object]):
+        """Forgets a model right after it was found."""
+
+        def __contains__(self, model_id: object) -> bool:
+            return self.pop(model_id, None) is not None
+
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    train(world, worker, [0])
+    worker.snapshots._tracks = Forgetful(worker.snapshots._tracks)
+    assert worker.snapshots.age_s([MODEL]) > 0
+    worker.snapshots.forget(MODEL)
+    assert worker.snapshots.age_s([MODEL]) == 0
 
 
 def test_a_lease_that_was_renewed_too_late_is_counted_once(world: World):
