@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count, filterfalse
+from itertools import filterfalse
+from math import inf
 from typing import TypeVar, cast
 
 import redis
@@ -55,15 +56,21 @@ class RedisBacklog:
 
     def _waiting(self) -> Iterator[tuple[str, float]]:
         """(queue, ms of the last progress) of each model and request that waits."""
-        for start in count(0, _SLICE):
-            found = self._redis.zrange(keys.PENDING, start, start + _SLICE - 1, withscores=True)
-            rows = cast(list[tuple[bytes, float]], found)
+        # A slice begins at the last score of the one before, as ranks change when others end meanwhile.
+        start_ms, read, is_last = -inf, set[bytes](), False
+        while not is_last:
+            most = _SLICE + len(read)
+            answer = self._redis.zrangebyscore(keys.PENDING, start_ms, inf, start=0, num=most, withscores=True)
+            found = cast(list[tuple[bytes, float]], answer)
+            rows = [row for row in found if row[0] not in read]
             if not rows:
                 return
             queues = self._redis.hmget(keys.PENDING_QUEUE, [id_.decode() for id_, _ in rows])
             for queue, (_, since_ms) in zip(cast(list[bytes | None], queues), rows, strict=True):
                 if queue is not None:  # else it has ended meanwhile
                     yield queue.decode(), since_ms
+            start_ms, is_last = found[-1][1], len(found) < most
+            read = {id_ for id_, since_ms in found if since_ms == start_ms}
 
     def seqs(self, model_ids: Iterable[str]) -> dict[str, list[int]]:
         """The waiting seqs of each model, in order, including consumed ones."""

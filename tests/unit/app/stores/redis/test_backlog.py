@@ -104,6 +104,21 @@ def test_all_that_waits_is_counted_by_queue_with_the_longest_wait(
     assert backlog.by_queue() == {}
 
 
+@pytest.mark.parametrize("step_ms", [0, 1])
+def test_each_request_is_counted_once_while_others_end(
+    backlog: RedisBacklog, oplog: RedisOpLog, client: redis.Redis, monkeypatch: pytest.MonkeyPatch, step_ms: int
+) -> None:
+    monkeypatch.setattr(module, "_SLICE", 2)
+    asked = [ask(oplog, seq) for seq in range(7)]
+    client.zadd("tinsmith:pending", {request_id: 1000 + step_ms * seq for seq, request_id in enumerate(asked)})
+    reading = backlog._waiting()
+    next(reading)
+    for request_id in asked[:2]:
+        oplog.claim_sample(request_id, "s/1")
+        oplog.finish_sample(request_id, Result(b""))
+    assert sum(1 for _ in reading) == 6, "also those that moved to the front meanwhile"
+
+
 def test_a_request_that_ended_between_two_reads_waits_no_more(
     backlog: RedisBacklog, oplog: RedisOpLog, client: redis.Redis
 ) -> None:
