@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from app import ids
 from app.domain.accounts import Caller
@@ -31,13 +31,42 @@ from app.stores.redis.types import Call, Future, ModelLine, Unfinished, Waiting
 # A snapshot of the queue may take tens of milliseconds, so a client that polls constantly gets two a second.
 _SNAPSHOT_AGE_S = 0.5
 _SAMPLE = "sample"
+_AWAY = "the state server does not answer or is full; try again soon"
 _STATE_SNAPSHOT_AGE_S = 2.0
+# /metrics needs no key, and this value takes a read of all that waits.
+_BACKLOG_AGE_S = 1.0
 # Twice the models and samplers that a default API has polls for, if each is for another one. With more of them than
 # places, each poll would read its own anew.
 _PARENTS = 10_000
 # With this many calls waiting, a snapshot takes about 50 ms, most of it in this process. A call further behind gets no
 # position.
 _MOST_POSITIONS = 10_000
+T = TypeVar("T")
+
+
+class Recent(Generic[T]):
+    """Caches the newest value of `take` for all threads, so that one value serves all calls within a moment."""
+
+    def __init__(self, take: Callable[[], T]) -> None:
+        self._take = take
+        self._lock = threading.Lock()
+        self._taken_at = float("-inf")
+        self._newest: T | None = None
+
+    def newest(self, age_s: float, *, waits: bool = True) -> T | None:
+        """A value at most about `age_s` old; None while none ever succeeded. Without `waits`, it is the one before
+        while another thread takes the next."""
+        if not self._lock.acquire(blocking=waits or self._newest is None):
+            return self._newest
+        try:
+            if time.monotonic() - self._taken_at > age_s:
+                # The time is set first, so that in an outage only one caller per interval waits for the failure,
+                # instead of all callers one after another.
+                self._taken_at = time.monotonic()
+                self._newest = self._take()
+            return self._newest
+        finally:
+            self._lock.release()
 
 
 class QueueService:
@@ -55,13 +84,14 @@ class QueueService:
     ) -> None:
         self._snapshots, self._states, self._backlog, self._calls = snapshots, states, backlog, calls
         self._records, self._bases = store, bases
+        self._recent_backlogs = Recent(self._read_backlogs)
 
     def list(self, caller: Caller, page: Page) -> dict[str, Any]:
         """The body of GET queue: training calls by model and seq, then sampling requests by admission. Raises
         Unavailable."""
         snapshot = self._snapshots.newest(_SNAPSHOT_AGE_S)
         if snapshot is None:
-            raise Unavailable("the state server does not answer or is full; try again soon")
+            raise Unavailable(_AWAY)
         wanted, cursor = page.of(self._own(snapshot, caller))
         pending = [call for call in self._calls.of(wanted) if call.state == "pending"]
         begun = self._backlog.running([call.request_id for call in pending if call.kind == _SAMPLE])
@@ -71,7 +101,13 @@ class QueueService:
 
     def backlogs(self) -> dict[tuple[str, str], Waiting]:
         """The work that waits for each (role, base model) that is served. A worker that is needed for anything else
-        counts as one more."""
+        counts as one more. It is at most about a second old. Raises Unavailable."""
+        found = self._recent_backlogs.newest(_BACKLOG_AGE_S)
+        if found is None:
+            raise Unavailable(_AWAY)
+        return found
+
+    def _read_backlogs(self) -> dict[tuple[str, str], Waiting]:
         waiting, demanded = self._backlog.by_queue(), self._bases.demanded()
         found = {}
         for name in self._bases.names():
@@ -180,34 +216,17 @@ class QueueSnapshot:
     positions: QueuePositions = field(repr=False)
 
 
-class QueueSnapshots:
+class QueueSnapshots(Recent[QueueSnapshot]):
     """Takes and caches snapshots of the queue. One snapshot serves all polls within a moment, as 5,000 long polls may
     end within seconds. `weight_of` returns a project's weight."""
 
     def __init__(
         self, bases: BaseModels, oplog: RedisOpLog, backlog: RedisBacklog, weight_of: Callable[[str], float]
     ) -> None:
+        super().__init__(self._take_snapshot)
         self._bases, self._oplog, self._backlog, self._weight_of = bases, oplog, backlog, weight_of
-        self._lock = threading.Lock()
-        self._taken_at = float("-inf")
-        self._newest: QueueSnapshot | None = None
 
-    def newest(self, age_s: float, *, waits: bool = True) -> QueueSnapshot | None:
-        """A snapshot at most about `age_s` old; None while none ever succeeded. Without `waits`, it is the one before
-        while another thread takes the next."""
-        if not self._lock.acquire(blocking=waits or self._newest is None):
-            return self._newest
-        try:
-            if time.monotonic() - self._taken_at > age_s:
-                # The time is set first, so that in an outage only one caller per interval waits for the failure,
-                # instead of all callers one after another.
-                self._taken_at = time.monotonic()
-                self._newest = self._take()
-            return self._newest
-        finally:
-            self._lock.release()
-
-    def _take(self) -> QueueSnapshot:
+    def _take_snapshot(self) -> QueueSnapshot:
         workers, unfinished = self._bases.workers(), self._backlog.unfinished(_MOST_POSITIONS)
         live = frozenset((worker.role, worker.base_model) for worker in workers.values())
         return QueueSnapshot(

@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.domain.records import Worker
+from app.stores.redis.backlog import RedisBacklog
 from app.stores.redis.client import connect
+from app.stores.redis.types import Waiting
 from tests.unit.app.api.test_sampling import body as sample_body
 from tests.unit.app.conftest import BASE, Api, batch
+
+
+@pytest.fixture(autouse=True)
+def fresh_backlogs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call reads the backlogs anew, however fast the machine."""
+    monkeypatch.setattr("app.services.queue._BACKLOG_AGE_S", -1.0)
 
 
 def samples(api: Api) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -69,6 +78,26 @@ def test_a_call_that_is_refused_as_no_worker_was_ever_up_makes_the_autoscaler_st
     asked = {"session_id": api.session(), "model_seq_id": 0, "base_model": BASE}
     assert api.post("create_model", asked).status_code == 503
     assert (backlog(api, "trainer"), backlog(api, "sampler")) == (1, 0)
+
+
+def test_within_a_moment_the_metrics_read_what_waits_only_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/metrics needs no key."""
+    reads, by_queue = [], RedisBacklog.by_queue
+
+    def counted(backlog: RedisBacklog) -> dict[str, Waiting]:
+        reads.append(backlog)
+        return by_queue(backlog)
+
+    monkeypatch.setattr(RedisBacklog, "by_queue", counted)
+    assert backlog(api, "trainer") == 0
+    assert len(reads) == 1
+    monkeypatch.setattr("app.services.queue._BACKLOG_AGE_S", 3600.0)
+    api.forward_backward(batch(api.model(), 1))
+    assert backlog(api, "trainer") == 0
+    assert len(reads) == 1
+    monkeypatch.setattr("app.services.queue._BACKLOG_AGE_S", -1.0)
+    assert backlog(api, "trainer") == 1
+    assert len(reads) == 2
 
 
 def test_the_metrics_have_base_models_and_roles_for_labels_and_no_more(api: Api) -> None:
