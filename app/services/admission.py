@@ -210,6 +210,13 @@ class LimitsOf:
         project."""
         return self._cached(Project, project, self._default)
 
+    def may_have(self, name: str) -> bool:
+        """False if no project has the limit `name`. Reads no value, so it also works for accounts of a later
+        version."""
+        return getattr(self._default, name) is not None or any(
+            f'"{name}"' in fields.get("limits", "") for _, fields in self._records.list(Project.namespace)
+        )
+
     def key(self, key: str) -> Limits:
         """The key's limits, by its id."""
         return self._cached(Key, key, _NONE)

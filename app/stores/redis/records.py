@@ -23,8 +23,6 @@ from app.stores.redis.types import Record
 # Records per round trip: the server answers other clients in between, and 10,000 records are never in memory at once.
 _POINT_FIELDS = {each.name for each in dataclasses.fields(Point)} - {"kind", "seq", "at"}
 _SLICE = 500
-# A checkpoint that is overwritten, moved, published or given a TTL differs in one of them.
-_RETAINED = ("owner", "prefix", "public", "expires_at", "expiry_by")
 # Runs whose checkpoints are read in one round trip: the server runs as many scripts before it answers other clients.
 _PREFIXES = 20
 _CHECKPOINTS, _SESSIONS, _MODELS = "checkpoints", "sessions", "models"
@@ -33,6 +31,8 @@ _TRIES = 3
 # A client repeats a refused call every 30 s at most, and a sampler its request every minute.
 _DEMAND_S = 120.0
 _DEFAULTS = EngineSettings()
+RETAINED = ("owner", "prefix", "public", "expires_at", "expiry_by")
+"""A checkpoint that is overwritten, moved, published or given a TTL differs in one of these fields."""
 Stored = tuple[str, Record]
 """A record's id and its fields."""
 
@@ -155,7 +155,7 @@ class RedisRecords:
     ) -> bool:
         """Deletes the `older` checkpoints, in one step with their `entries` of the project's audit log, by path.
         Returns False, without a change, when one of all these checkpoints is gone, was overwritten, moved or published,
-        or was given a TTL since it was read."""
+        or was given a TTL since it was read. Of the fields only RETAINED are used."""
         kept = [[path, _retained(fields)] for path, fields in newer]
         gone = [[path, _retained(fields), fields["prefix"], entries[path]] for path, fields in older]
         return bool(self._run("delete_older", project, json.dumps(kept), json.dumps(gone)))
@@ -347,7 +347,7 @@ def _point(id_: bytes, fields: Mapping[bytes, bytes]) -> Point:
 
 
 def _retained(fields: Record) -> list[str]:
-    return [fields.get(name, "") for name in _RETAINED]
+    return [fields.get(name, "") for name in RETAINED]
 
 
 def _paired(flat: Sequence[bytes]) -> dict[bytes, bytes]:

@@ -48,8 +48,8 @@ MUTANTS = (
     Mutant(
         "retention: the order of the saves",
         _TASK,
-        "(one[0].epoch, one[0].seq)",
-        "one[1][0]",
+        "one[:2]",
+        "one[2][0]",
         f"{_RETENTION}::test_a_run_keeps_the_newest_of_each_kind_in_the_order_of_their_saves",
     ),
     Mutant(

@@ -6,7 +6,7 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,6 +184,64 @@ def test_workers_run_the_task(installation: Installation):
     made = parts(installation.client, settings, "node/boot", installation.oplog, installation.store)
     sweeper(made)._round("retention")
     assert installation.kept() == {"0/weights/w3"}
+
+
+class Listed(RedisRecords):
+    """Records that note which namespaces are listed. Checkpoints cannot be listed while the state server is `away`."""
+
+    def __init__(self, client: redis.Redis, *, away: bool = False) -> None:
+        super().__init__(client)
+        self.away = away
+        self.listed: list[str] = []
+
+    def list(self, namespace: str, prefix: str = "") -> Iterator[tuple[str, dict[str, str]]]:
+        self.listed.append(namespace)
+        if self.away:
+            raise redis.ConnectionError("away")
+        return super().list(namespace, prefix)
+
+
+def test_while_no_project_has_a_number_no_checkpoint_is_read(client: redis.Redis, tmp_path: Path):
+    installation = Installation(client, tmp_path, keep=None)
+    records = Listed(client)
+    project = Project("project-1", "org", "kettles", 0.0, limits={"checkpoint_ttl_s": 3600})
+    records.put(Project.namespace, project.id, dump(project))
+    installation.round(records)
+    assert Checkpoint.namespace not in records.listed
+    records.put(Project.namespace, project.id, dump(replace(project, limits={"keep_checkpoints": 2})))
+    installation.round(records)
+    assert Checkpoint.namespace in records.listed
+
+
+def test_a_round_that_fails_is_repeated_no_sooner_than_another(installation: Installation):
+    records = Listed(installation.client, away=True)
+    task = Retention(records, LimitsOf(installation.records, installation.limits))
+    with pytest.raises(redis.ConnectionError):
+        task.sweep()
+    task.sweep()
+    assert len(records.listed) == 1
+
+
+def test_what_cannot_be_read_stays_and_is_logged_once_a_round(
+    installation: Installation, caplog: pytest.LogCaptureFixture
+):
+    """A record may be damaged, and a project may have limits of a later version."""
+    later = Project("project-1", "org", "kettles", 0.0, limits={"keep_checkpoints": 1, "of_a_later_version": 1})
+    installation.records.put(Project.namespace, later.id, dump(later))
+    for seq in (1, 2, 3):
+        installation.save(f"w{seq}", seq)
+        installation.save(f"w{seq}", seq, run=OTHER_RUN, owner=later.id)
+        installation.save(f"s{seq}", seq, "sampler_weights", run=OTHER_RUN, owner=later.id)
+    damaged = installation.save("damaged", 4)
+    for field, text in (("created", '"hush'), ("prefix", "3")):
+        fields = {**dump(Checkpoint("me", RUN, "weights", "base", "", 0.0, SIZE, {}, [])), field: text}
+        installation.records.put(Checkpoint.namespace, f"{damaged}-{field}", fields)
+    installation.round()
+    assert "0/weights/w1" not in installation.kept(), "the other projects' rounds go on"
+    assert {f"1/{kind}{seq}" for kind in ("weights/w", "sampler_weights/s") for seq in (1, 2, 3)} <= installation.kept()
+    assert {"0/weights/damaged-created", "0/weights/damaged-prefix"} <= installation.kept()
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "3 checkpoints or projects" in warning.getMessage() and "hush" not in warning.getMessage()
 
 
 class Killed(Exception):
