@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Self
 
 Changes = Mapping[str, float | None]
 """New values of some limits, by name; None removes a limit."""
+# Each deletion checks all newer checkpoints of the run again, in one script.
+_MOST_KEPT = 1000
 SHORTEST_TTL_S, LONGEST_TTL_S = 3600, 10 * 365 * 24 * 3600
 RETENTION = ("checkpoint_ttl_s", "keep_checkpoints")
 COUNTS = ("live_models", "live_sessions", "storage_bytes", "concurrent_samples", *RETENTION)
@@ -49,8 +51,8 @@ class Limits:
     )
     keep_checkpoints: int | None = _described(
         None,
-        "how many checkpoints of each kind a run of the project keeps, the newest ones. Published ones, and those "
-        "whose owner set a TTL, stay and do not count; a key's is ignored",
+        "how many checkpoints of each kind a run of the project keeps, from 1 to 1,000, the newest ones. Published "
+        "ones, and those whose owner set a TTL, stay and do not count; a key's is ignored",
     )
 
     def __post_init__(self) -> None:
@@ -63,6 +65,8 @@ class Limits:
             raise ValueError(
                 f"checkpoint_ttl_s is {self.checkpoint_ttl_s}: give a number from {SHORTEST_TTL_S} to {LONGEST_TTL_S}"
             )
+        if (self.keep_checkpoints or 1) > _MOST_KEPT:
+            raise ValueError(f"keep_checkpoints is {self.keep_checkpoints}: give a number from 1 to {_MOST_KEPT}")
         least, most = _WEIGHTS
         if not least <= self.weight <= most:
             raise ValueError(f"weight is {self.weight}: give a number from {least} to {most:.0f}")
