@@ -51,8 +51,8 @@ OWNER, PROJECT = "owner", "project"
 
 @dataclass(frozen=True, slots=True)
 class Expiry:
-    """The end of a checkpoint: `at` (unix s), or None to keep it for ever. `by` is who chose it: OWNER, PROJECT (its
-    checkpoint_ttl_s), or empty, where an `at` was given with the save."""
+    """The end of a checkpoint: `at` (unix s), or None to keep it for ever. `by` is OWNER if the owner chose it
+    later, PROJECT if it is the project's checkpoint_ttl_s, or empty; an `at` was then given with the save."""
 
     at: float | None = None
     by: str = ""

@@ -143,7 +143,7 @@ class Checkpoint:
     key: str = ""
     """The id of the API key that created the checkpoint or its run; empty if it is unknown."""
     expiry_by: str = ""
-    """Who chose `expires_at`, as in Expiry."""
+    """OWNER or PROJECT if that one chose `expires_at`; else empty, as in Expiry."""
 
     @property
     def full(self) -> bool:
