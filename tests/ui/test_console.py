@@ -173,8 +173,8 @@ def test_an_adapter_is_sampled_beside_its_base_model(
     page.get_by_label("Message", exact=True).fill("How do I sleep better?")
     page.get_by_label("Length in tokens").fill("24")
     page.get_by_role("button", name="Sample").click()
-    expect(page.locator(".answer")).to_have_count(2)
-    assert page.locator(".answer span").count() > 2
+    expect(page.locator(".answer.tokens")).to_have_count(2)
+    assert page.locator(".answer.tokens span").count() > 2
     _check(page, "playground", size, scheme)
 
 
