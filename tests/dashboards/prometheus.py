@@ -11,6 +11,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,16 @@ class Prometheus:
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
 
-    def scraped(self) -> int:
-        """The targets that answer."""
-        targets = self._get("/api/v1/targets", {})["data"]["activeTargets"]
-        return sum(target["health"] == "up" for target in targets)
+    def scrape_all(self, count: int) -> None:
+        """Waits until so many targets have answered after this call. Raises AssertionError after a minute."""
+        asked = datetime.now(UTC)
+        for _ in range(600):
+            targets = self._get("/api/v1/targets", {})["data"]["activeTargets"]
+            answered = [target for target in targets if target["health"] == "up"]
+            if sum(datetime.fromisoformat(target["lastScrape"]) > asked for target in answered) == count:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"{len(answered)} of {count} targets answer")
 
     def alerts(self) -> set[str]:
         """The names of the rules that Prometheus evaluates without an error."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -49,8 +48,7 @@ def prometheus(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with scraping(PROGRAM, tmp_path_factory.mktemp("prometheus"), urls, PROMETHEUS / "alerts.yml") as found:
         with stack.client() as service:
             work(service, stack)
-        time.sleep(3)  # until the last values are scraped
-        assert found.scraped() == len(urls)
+        found.scrape_all(len(urls))
         yield found
 
 

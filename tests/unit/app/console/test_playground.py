@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from html import unescape
-from typing import Any
 
 import numpy as np
 import pytest
+from flask import Flask
 from werkzeug.test import TestResponse
 
 from app.domain.results import Result
 from app.domain.sampling import SampledSequence, SampleOutput
-from tests.unit.app.api.chat.conftest import app, served  # noqa: F401
 from tests.unit.app.api.chat.standin import Standin
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, KEY, OTHER_KEY, Api
@@ -24,7 +23,7 @@ FORM = {"model": BASE, "prompt": "hi", "system": "", "temperature": "0.5", "max_
 
 
 @pytest.fixture
-def browser(served: tuple[Api, Standin], app: Any) -> Browsers:  # noqa: F811
+def browser(served: tuple[Api, Standin], app: Flask) -> Browsers:
     def made(key: str = KEY) -> Browser:
         browser = Browser(app)
         assert browser.log_in(key).status_code == 302
@@ -52,7 +51,7 @@ def likely(standin: Standin, text: str, probabilities: list[float]) -> None:
 
 
 def test_a_chat_is_answered_with_the_probability_of_each_token(
-    served: tuple[Api, Standin],  # noqa: F811
+    served: tuple[Api, Standin],
     browser: Browsers,
 ) -> None:
     likely(served[1], "ab<", [0.9, 0.05, 0.5])
@@ -61,7 +60,7 @@ def test_a_chat_is_answered_with_the_probability_of_each_token(
 
 
 def test_a_character_of_several_tokens_is_shown_whole(
-    served: tuple[Api, Standin],  # noqa: F811
+    served: tuple[Api, Standin],
     browser: Browsers,
 ) -> None:
     likely(served[1], "é", [0.5, 0.5])
@@ -70,7 +69,7 @@ def test_a_character_of_several_tokens_is_shown_whole(
 
 
 def test_a_sample_that_fails_is_a_page_in_words(
-    served: tuple[Api, Standin],  # noqa: F811
+    served: tuple[Api, Standin],
     browser: Browsers,
 ) -> None:
     served[1].answer = lambda *_: Result.failure("the prompt is odd")
@@ -78,7 +77,7 @@ def test_a_sample_that_fails_is_a_page_in_words(
     assert answer.status_code == 400 and "the prompt is odd" in answer.text and "<html" in answer.text
 
 
-def test_two_models_are_asked_the_same(served: tuple[Api, Standin], browser: Browsers) -> None:  # noqa: F811
+def test_two_models_are_asked_the_same(served: tuple[Api, Standin], browser: Browsers) -> None:
     api, standin = served
     standin.says("hello")
     path = save_checkpoint(api, api.model(), "sampler_weights", prefix="models/x")
@@ -92,14 +91,14 @@ def test_two_models_are_asked_the_same(served: tuple[Api, Standin], browser: Bro
     assert re.findall(r"<h2>(.*?)</h2>", answer.text) == [BASE, path]
 
 
-def test_the_form_keeps_its_values(served: tuple[Api, Standin], browser: Browsers) -> None:  # noqa: F811
+def test_the_form_keeps_its_values(served: tuple[Api, Standin], browser: Browsers) -> None:
     served[1].says("x")
     page = browser().post("playground", **{**FORM, "prompt": "</textarea><b>", "system": "Be brief."}).text
     assert ">&lt;/textarea&gt;&lt;b&gt;</textarea>" in page and ">Be brief.</textarea>" in page
     assert f"<option selected>{BASE}</option>" in page
 
 
-def test_a_checkpoint_is_chosen_by_its_link(served: tuple[Api, Standin], browser: Browsers) -> None:  # noqa: F811
+def test_a_checkpoint_is_chosen_by_its_link(served: tuple[Api, Standin], browser: Browsers) -> None:
     api, _ = served
     path = save_checkpoint(api, api.model(), "sampler_weights", prefix="models/x")
     logged_in = browser()
@@ -120,7 +119,7 @@ def test_a_checkpoint_is_chosen_by_its_link(served: tuple[Api, Standin], browser
     ],
 )
 def test_a_wrong_form_is_refused_in_words_and_samples_nothing(
-    served: tuple[Api, Standin],  # noqa: F811
+    served: tuple[Api, Standin],
     browser: Browsers,
     change: dict[str, str | list[str]],
     status: int,
@@ -133,7 +132,7 @@ def test_a_wrong_form_is_refused_in_words_and_samples_nothing(
     assert served[1].seen == []
 
 
-def test_a_model_of_others_is_not_sampled(served: tuple[Api, Standin], browser: Browsers) -> None:  # noqa: F811
+def test_a_model_of_others_is_not_sampled(served: tuple[Api, Standin], browser: Browsers) -> None:
     api, standin = served
     standin.says("x")
     path = save_checkpoint(api, api.model(), "sampler_weights", prefix="models/x")

@@ -278,7 +278,7 @@ def _read(records: RedisRecords) -> dict[str, Checkpoint]:
 
 
 def protected(found: Mapping[str, Checkpoint], keep: int) -> set[str]:
-    """What may not be deleted, written down a second time."""
+    """The checkpoints that must stay, computed here independently of the code under test."""
     stays: set[str] = set()
     groups: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for path, one in found.items():

@@ -13,7 +13,7 @@ from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, OTHER_KEY
 
 
-def talk(*blocks: dict[str, Any], role: str = "user") -> dict[str, Any]:
+def talk(*blocks: Any, role: str = "user") -> dict[str, Any]:
     """A request whose turn at index 1 holds these blocks, and is not the last."""
     turns = [{"role": "system", "content": "s"}, {"role": role, "content": list(blocks)}]
     return {"messages": [*turns, {"role": "user" if role == "assistant" else "assistant", "content": "x"}]}
@@ -64,7 +64,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no text": (talk({"type": "text"}), "messages.1.content.0.text must be a string"),
     "no block": (talk(), "messages.1.content must be"),
-    "a number": (talk(5), "'int'; only text"),  # type: ignore[arg-type]
+    "a number": (talk(5), "'int'; only text"),
     "a system of images": ({"system": [{"type": "image"}]}, "system.0 is of type"),
     "a system by number": ({"system": 5}, "system must be"),
     "half a surrogate pair": ({"system": "\ud800"}, "surrogate"),
