@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from app.settings import BaseModelSettings
+from tests.conformance import training_memory
+from tests.conformance.groups import run_group
 from tests.models import tiny_qwen3
 
 ROOT = Path(__file__).parents[2]
@@ -29,3 +32,11 @@ def test_an_op_too_large_for_memory_fails_alone_and_changes_nothing(tmp_path: Pa
         timeout=DEADLINE_S,
     )
     assert (done.returncode, done.stdout.split("\n")[-2:]) == (0, ["as if never sent", ""]), done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("full", ["", "full"])
+def test_an_op_too_large_for_one_of_two_ranks_fails_alone_on_both(tmp_path: Path, full: str) -> None:
+    trainer = {"backend": "deepspeed", "zero_stage": 2, "ranks": 2, "micro_batch_tokens": training_memory.BUDGET}
+    base = tiny_qwen3(tmp_path / "base")
+    settings = BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer)
+    assert run_group(training_memory.one_of_two, settings.model_dump_json(), full) == [0, 0]

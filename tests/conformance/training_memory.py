@@ -1,11 +1,15 @@
-"""`python -m tests.conformance.training_memory BASE TRAINER`: really runs out of memory, and goes on."""
+"""Programs of test_training_memory.py, which really run out of memory and go on.
+
+`python -m tests.conformance.training_memory BASE TRAINER` does so in one process, and `one_of_two` in one rank of two.
+"""
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +20,17 @@ from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from tests.conformance.trainers import TRAINERS
 from tests.parity.datums import batch, supervised
-from workers.backends.training import backends
+from workers.backends.training import backends, ranks
 from workers.backends.training.base import Create
+from workers.backends.training.batch_ops import Job
 from workers.backends.training.trainer import Trainer
 
 BUDGET = 20_000
 GOOD = ForwardBackward(batch(supervised(1, (9, 30, 4))), "cross_entropy")
 # Its activations in a pass need more than 100 MB.
 LARGE = ForwardBackward(batch(supervised(2, [500] * 40)), "cross_entropy")
+# Two micro-batches of that size, one for each rank.
+FOR_TWO = ForwardBackward(batch(supervised(2, [500] * 80)), "cross_entropy")
 # The last datum's targets fail here, when the head has gradients of the first datum.
 WIDE = ForwardBackward(batch([*supervised(3, [500]), *supervised(3, [20], width=200_000)]), "cross_entropy")
 _ROOM = 48 * 2**20
@@ -73,6 +80,43 @@ def main(base: str, trainer: str) -> None:
     backend.apply({"large": GOOD})
     assert gradients(backend, "large") == gradients(backend, "alone")
     print("as if never sent")
+
+
+def one_of_two(settings: str, full: str) -> None:
+    """Runs in both ranks of a group. Memory runs out on the second rank only."""
+    torch.set_num_threads(1)
+    backend = backends.create(BaseModelSettings.model_validate_json(settings), full=bool(full))
+    backend.open()
+    if os.environ["RANK"] != "0":
+        limit_large_passes()
+        backend.follow()
+        ranks.end()
+    spec = None if full else LoraSpec(rank=4, seed=1)
+    for model in ("large", "alone"):
+        backend.apply({model: Create(spec)})
+        backend.apply({model: GOOD})
+    before = gradients(backend, "large")
+    for _ in range(2):
+        check_failed(backend.apply({"large": FOR_TWO})["large"])
+        assert backend.healthy()
+        assert gradients(backend, "large") == before
+    for model in ("large", "alone"):
+        backend.apply({model: GOOD})
+    assert gradients(backend, "large") == gradients(backend, "alone") != before
+    backend.shutdown()
+    ranks.end()
+
+
+def limit_large_passes() -> None:
+    """Leaves little memory to the large passes of this process."""
+    run = Trainer._run
+
+    def limited(trainer: Trainer, ops: Mapping[str, ForwardBackward]) -> dict[str, Job] | None:
+        is_large = any(len(op.batch.tokens.values) > BUDGET for op in ops.values())
+        with little_memory() if is_large else nullcontext():
+            return run(trainer, ops)
+
+    Trainer._run = limited
 
 
 if __name__ == "__main__":

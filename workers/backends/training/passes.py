@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from workers.backends.failures import ran_out_of_memory
 from workers.backends.training.batch_ops import Column, Job, MicroBatch, Share, asks_entropy, cut
 from workers.backends.training.engine import Engine
 from workers.backends.training.lm_head import LmHead, Scored, Segments, chunk_sizes
@@ -128,6 +129,10 @@ Outputs = Callable[[MicroBatch, Tensor], PolicyOutputs | ValueOutputs]
 """Computes the outputs of a block from its hidden states [T, hidden size]."""
 
 
+class OutOfMemory(MemoryError):
+    """Memory ran out in a pass. Every rank raises it, so the ranks are still in step."""
+
+
 class Pass:
     """Runs jobs on this rank's share of the micro-batches.
 
@@ -148,22 +153,44 @@ class Pass:
     def run(self, progress: Callable[[], None]) -> None:
         """Fills every job's scores and datums, and unless forward-only the found gradient of its state, from all ranks.
 
-        `progress` is called after each micro-batch.
+        `progress` is called after each micro-batch. Raises OutOfMemory.
         """
         ranks, sharing = self._engine.ranks, self._sequence.size
         groups = ranks.size // sharing
         rounds = -(-len(self._batches) // groups)
         for i in range(rounds):
             mine = i * groups + ranks.rank // sharing
-            if mine < len(self._batches):
-                self._run(self._batches[mine])
-            elif self._engine.in_step:
-                self._keep_in_step()
+            if self._engine.in_step:
+                self._run_in_step(mine)
+            else:
+                self._run_alone(mine)
             if self._backward:
                 self._collect()
             progress()
         self._engine.rest()
         self._gather()
+
+    def _run_in_step(self, mine: int) -> None:
+        """Runs this rank's micro-batch of a round, or a stand-in. Memory that runs out here leaves the other ranks in a
+        collective, so it is an error like any other."""
+        if mine < len(self._batches):
+            self._run(self._batches[mine])
+        else:
+            self._keep_in_step()
+
+    def _run_alone(self, mine: int) -> None:
+        """Runs this rank's micro-batch of a round, if there is one. Raises OutOfMemory on every rank when memory ran
+        out on one."""
+        failure = None
+        try:
+            if mine < len(self._batches):
+                self._run(self._batches[mine])
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            failure = error
+        if self._engine.ranks.count(failure is not None):
+            raise OutOfMemory from failure
 
     def _run(self, batch: MicroBatch) -> None:
         tokens = np.concatenate([self._jobs[share.op].tokens.flat(share.datums) for share in batch.shares])

@@ -24,7 +24,7 @@ from workers.backends.training.batch_ops import Job, fetch
 from workers.backends.training.engine import Engine
 from workers.backends.training.full_state import ComputeCopy, FullFinetuneModels
 from workers.backends.training.optimizer import step_all
-from workers.backends.training.passes import Pass
+from workers.backends.training.passes import OutOfMemory, Pass
 from workers.backends.training.ranks import bound_gpus, total_norms
 from workers.backends.training.state import AdapterModels, Models, ModelState, Residency, read_gradients
 from workers.models import lora
@@ -231,7 +231,7 @@ class Trainer(ABC):
     def _run(self, ops: Mapping[str, ForwardBackward]) -> dict[str, Job] | None:
         """Runs one pass. Returns None when memory ran out; the state is then unchanged.
 
-        With several ranks it raises instead, because the ranks would be out of step.
+        Raises instead where the ranks are out of step.
         """
         states = {model_id: self._state(model_id) for model_id in ops}
         for state in states.values():
@@ -241,7 +241,8 @@ class Trainer(ABC):
             one = Pass(self._engine, list(jobs.values()), self._micro_batch_tokens)
             one.run(self._stall_detector.progress)
         except (RuntimeError, MemoryError) as error:
-            if not ran_out_of_memory(error) or self._engine.ranks.size > 1:
+            in_step = isinstance(error, OutOfMemory) or self._engine.ranks.size == 1
+            if not in_step or not ran_out_of_memory(error):
                 raise
             for state in states.values():
                 state.drop_found()
