@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -93,20 +93,31 @@ class Queues(Collector):
     which keeps the gauges of each process apart."""
 
     def __init__(self) -> None:
-        self._pending: list[Pending] = []
+        self._waiting: list[tuple[tuple[str, ...], float]] = []
+        self._labels = ["queue"]
         self._backlogs: Mapping[tuple[str, str], Waiting] = {}
 
-    def set(self, pending: Iterable[Pending], backlogs: Mapping[tuple[str, str], Waiting]) -> None:
-        """Replaces the values. `backlogs` is by role and base model."""
-        self._pending, self._backlogs = list(pending), backlogs
+    def set(
+        self,
+        pending: Sequence[Pending],
+        backlogs: Mapping[tuple[str, str], Waiting],
+        projects: Sequence[str] | None = None,
+    ) -> None:
+        """Replaces the values. `backlogs` is by role and base model. With `projects`, those of `pending`, depth and age
+        of a queue have a value for each project."""
+        queues = [one.queue for one in pending]
+        places = zip(queues, strict=True) if projects is None else zip(queues, projects, strict=True)
+        self._labels = ["queue"] if projects is None else ["queue", "project"]
+        self._waiting = list(zip(places, [one.waited_s for one in pending], strict=True))
+        self._backlogs = backlogs
 
     def describe(self) -> tuple[GaugeMetricFamily, ...]:
         """The metrics without values."""
         depth = GaugeMetricFamily(
-            "tinsmith_queue_depth", "Models and sampling requests with waiting calls", labels=["queue"]
+            "tinsmith_queue_depth", "Models and sampling requests with waiting calls", labels=self._labels
         )
         age = GaugeMetricFamily(
-            "tinsmith_queue_age_seconds", "Longest time for which one of these made no progress", labels=["queue"]
+            "tinsmith_queue_age_seconds", "Longest time for which one of these made no progress", labels=self._labels
         )
         labels = ["base_model", "role"]
         backlog = GaugeMetricFamily(
@@ -119,13 +130,13 @@ class Queues(Collector):
 
     def collect(self) -> Iterator[Metric]:
         depth, age, backlog, backlog_age = self.describe()
-        depths, ages = Counts[str](), dict[str, float]()
-        for waiting in self._pending:
-            depths[waiting.queue] += 1
-            ages[waiting.queue] = max(ages.get(waiting.queue, 0.0), waiting.waited_s)
-        for queue, seconds in ages.items():
-            depth.add_metric([queue], depths[queue])
-            age.add_metric([queue], seconds)
+        depths, ages = Counts[tuple[str, ...]](), dict[tuple[str, ...], float]()
+        for place, seconds in self._waiting:
+            depths[place] += 1
+            ages[place] = max(ages.get(place, 0.0), seconds)
+        for place, seconds in ages.items():
+            depth.add_metric(place, depths[place])
+            age.add_metric(place, seconds)
         # Each role has a value: an autoscaler takes a missing one for a fault.
         for (role, base_model), its in self._backlogs.items():
             backlog.add_metric([base_model, role], its.number)

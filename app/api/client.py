@@ -151,5 +151,7 @@ def readyz() -> tuple[dict[str, Any], int]:
 @operations_blueprint.response(200, content_type="text/plain")
 def metrics() -> Response:
     """Return Prometheus metrics of the API process and of the queues."""
-    QUEUES.set(services().oplog.pending(depth=1), services().queue.backlogs())
+    pending = services().oplog.pending(depth=1)
+    by_project = services().settings.api.queue_metrics_by_project
+    QUEUES.set(pending, services().queue.backlogs(), services().queue.owners(pending) if by_project else None)
     return Response(exposition(), content_type=CONTENT_TYPE_LATEST)

@@ -26,7 +26,7 @@ from app.services.views import Page
 from app.stores.redis.backlog import RedisBacklog, RedisCalls
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
-from app.stores.redis.types import Call, Future, ModelLine, Unfinished, Waiting
+from app.stores.redis.types import Call, Future, ModelLine, Pending, Unfinished, Waiting
 
 # A snapshot of the queue may take tens of milliseconds, so a client that polls constantly gets two a second.
 _SNAPSHOT_AGE_S = 0.5
@@ -98,6 +98,10 @@ class QueueService:
         now = self._records.now()
         rows = [self._row(snapshot, call, now, begun=call.request_id in begun) for call in pending]
         return {"calls": rows, "cursor": cursor}
+
+    def owners(self, pending: Sequence[Pending]) -> Sequence[str]:
+        """The project of each of these; empty for one that has ended meanwhile."""
+        return self._backlog.owners([one.id for one in pending])
 
     def backlogs(self) -> dict[tuple[str, str], Waiting]:
         """The work that waits for each (role, base model) that is served. A worker that is needed for anything else

@@ -49,6 +49,9 @@ class ApiSettings(Section):
     compress_batches: bool = Field(
         False, description="the SDK compresses batches with zstd: less to transfer, more to compute"
     )
+    queue_metrics_by_project: bool = Field(
+        False, description="the metrics of queue depth and age also have the label project"
+    )
     tokenizers: Literal["auto", "served", "local"] = Field(
         "auto",
         description="served: clients load tokenizers from this server, by the Hub's routes and HF_ENDPOINT, under the "

@@ -147,6 +147,7 @@ ADDED: dict[str, set[str]] = {
     "environment": {"TINSMITH_METRICS_PORT", "TINSMITH_URL_SECRET"},
     "settings": {
         "api.processes",
+        "api.queue_metrics_by_project",
         "limits.project.checkpoint_ttl_s",
         "limits.project.keep_checkpoints",
         "limits.project.live_sessions",
@@ -160,6 +161,7 @@ ADDED: dict[str, set[str]] = {
     },
     "setting values": {
         "api.processes",
+        "api.queue_metrics_by_project",
         "limits.project.checkpoint_ttl_s",
         "limits.project.keep_checkpoints",
         "limits.project.live_sessions",

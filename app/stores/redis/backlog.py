@@ -82,6 +82,15 @@ class RedisBacklog:
             found[model_id] = [int(seq) for seq in waiting]
         return found
 
+    def owners(self, ids_: Sequence[str]) -> list[str]:
+        """The project of each waiting model or sampling request; empty for one that has ended."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for id_ in ids_:
+                pipe.hget(keys.model(id_) if ids.is_model_id(id_) else keys.future(id_), "owner")
+            found = cast("list[bytes | None]", pipe.execute())
+        # A record has JSON, and a future has plain text.
+        return [(owner or b"").decode().strip('"') for owner in found]
+
     def running(self, request_ids: Sequence[str]) -> set[str]:
         """Those of these sampling requests that a sampler has begun."""
         with self._redis.pipeline(transaction=False) as pipe:

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from flask import Flask
 from prometheus_client.parser import text_string_to_metric_families
 
+from app.api.base import EXTENSION
 from app.domain.records import Worker
 from app.stores.redis.backlog import RedisBacklog
 from app.stores.redis.client import connect
@@ -36,6 +40,25 @@ def test_admissions_and_waiting_work_are_counted(api: Api) -> None:
     assert after["tinsmith_held_polls", frozenset()] == 0
     api.commit(model, 1)
     assert depth not in samples(api)
+
+
+def test_where_asked_waiting_work_is_counted_by_project(
+    api: Api, stranger: Api, app: Flask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = api.services.settings.api.model_copy(update={"queue_metrics_by_project": True})
+    settings = api.services.settings.model_copy(update={"api": changed})
+    monkeypatch.setitem(app.extensions, EXTENSION, replace(api.services, settings=settings))
+    for one, count in ((api, 2), (stranger, 1)):
+        for _ in range(count):
+            one.forward_backward(batch(one.model(), 1))
+    stranger.post("asample", sample_body(stranger.sampler()))
+    found = {labels: value for (name, labels), value in samples(api).items() if name == "tinsmith_queue_depth"}
+    mine, theirs = (api.services.authenticator(one.key).project for one in (api, stranger))
+    assert found == {
+        frozenset({("queue", f"train.{BASE}"), ("project", mine)}): 2,
+        frozenset({("queue", f"train.{BASE}"), ("project", theirs)}): 1,
+        frozenset({("queue", f"sample.{BASE}"), ("project", theirs)}): 1,
+    }
 
 
 def backlog(api: Api, role: str) -> float:
