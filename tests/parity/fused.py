@@ -26,7 +26,7 @@ from triton.runtime import interpreter
 from tests.parity import architectures
 from workers.models import fused, lora
 
-_TOKENS = 24
+_TOKENS = 8
 _converted = interpreter._implicit_cvt
 _run = interpreter.InterpretedFunction.run
 
