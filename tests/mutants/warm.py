@@ -21,9 +21,10 @@ from typing import NoReturn
 
 # Imports of the tests that mutants name, as far as they take more than 50 ms.
 _HEAVY = (
-    *("celery.app.amqp", "celery.app.task", "deepspeed", "flask_smorest", "google.protobuf.message"),
-    *("hypothesis.stateful", "jinja2", "minio", "numpy", "prometheus_client", "psutil", "pydantic", "pytest", "redis"),
-    *("safetensors.torch", "tinker", "tokenizers", "torch.distributed.tensor"),
+    *("celery.app.amqp", "celery.app.task", "compressed_tensors", "deepspeed", "flask_smorest"),
+    *("google.protobuf.message", "hypothesis.stateful", "jinja2", "minio", "numpy", "peft", "prometheus_client"),
+    *("psutil", "pydantic", "pytest", "redis", "safetensors.torch", "tinker", "tokenizers"),
+    *("torch.distributed.tensor", "torch.nn.attention.varlen"),
     *("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"),
 )
 # Only the plugins that tests here need: schemathesis alone takes two seconds, in every run.

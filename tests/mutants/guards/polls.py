@@ -132,6 +132,7 @@ MUTANTS = (
         ', multiprocess_mode="livesum"',
         "",
         f"{_PROCESSES}::test_a_poll_is_woken_in_the_process_that_holds_it_and_all_are_counted",
+        slow=True,
     ),
     Mutant(
         "processes: the polls of a dead one",
