@@ -25,7 +25,7 @@ MIB = 2**20
 SIZE, LEAST_FREE = 160 * MIB, 48 * MIB
 # What calls add before they are refused, at most: one watches twice a second.
 SLACK = 40 * MIB
-MOST_CALLS = 120
+MOST_CALLS, MOST_REFUSED = 120, 20
 
 
 class SmallDisk:
@@ -59,6 +59,7 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
         free_port(),
         trainer='backend = "torch"',
         extra=f"[engine]\nfree_disk_bytes = {LEAST_FREE}",
+        program="tests.warm_workers",
         wrapper=("unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", mount, "sh"),
     )
     with running(stack):
@@ -73,8 +74,7 @@ def test_a_disk_that_fills_up_is_a_503_and_ends_nothing(stack: Stack):
         losses = train(client, 1)
         first = server.info("server")["process_id"]
         disk.fill(LEAST_FREE + 8 * MIB)
-        # They wait for a seq that is never sent, so they only fill the disk.
-        answers = [post(stack, large(client.model_id, seq)) for seq in range(10, 10 + MOST_CALLS)]
+        answers = fill_with_calls(stack, client.model_id)
         refused = next(answer for answer in answers if answer.status_code != 200)
         assert refused.status_code == 503
         assert "engine.free_disk_bytes" in refused.json()["detail"]
@@ -86,6 +86,16 @@ def test_a_disk_that_fills_up_is_a_503_and_ends_nothing(stack: Stack):
         disk.clear()
         other = service.create_lora_training_client(base_model=BASE, rank=4).result()
         assert train(other, 1) == losses
+
+
+def fill_with_calls(stack: Stack, model: str) -> list[requests.Response]:
+    """Sends calls until some are refused. They wait for a seq that is never sent, so they only fill the disk."""
+    answers: list[requests.Response] = []
+    for seq in range(10, 10 + MOST_CALLS):
+        answers.append(post(stack, large(model, seq)))
+        if sum(answer.status_code != 200 for answer in answers) == MOST_REFUSED:
+            break
+    return answers
 
 
 def large(model: str, seq: int) -> sdk.ForwardBackwardRequest:
