@@ -1,7 +1,8 @@
 """Workers of `tinsmith up` that are forked from it, with their slow imports done: a start takes a second, not seven.
 
-Only tests that start or end workers again and again use it; all other stacks start workers as a user does. As a
-program, it is such a `tinsmith up`, which also restarts its children with almost no delay.
+Stacks that start or end workers again and again use it, and those of a few tests. The two stacks that most tests share,
+the demo and `make extras` start workers as a user does. As a program, it is such a `tinsmith up`, which also restarts
+its children with almost no delay.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _SLOW = (
     "workers.backends.sampling.transformers.backend",
     "workers.models.full_weights",
     "transformers.models.qwen3.modeling_qwen3",
+    "celery.bin.celery",
 )
 # Otherwise the last of six restarts would wait ten seconds.
 _PATIENT = RestartPolicy(first_delay_s=0.2, longest_delay_s=0.2)

@@ -35,6 +35,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         base="router_replay = true",
         trainer='backend = "torch"',
         sampler='backend = "transformers"',
+        program="tests.warm_workers",
     )
     with running(made):
         yield made

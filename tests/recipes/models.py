@@ -26,7 +26,9 @@ dtype = "float32"
 [base_models.sampler]
 {_SAMPLER}
 """
-    return Stack(folder / "data", base, free_port(), _TRAINER, _SAMPLER, extra=chat, threads=1, name=BASE)
+    return Stack(
+        folder / "data", base, free_port(), _TRAINER, _SAMPLER, chat, "tests.warm_workers", threads=1, name=BASE
+    )
 
 
 def tiny_qwen3_5(folder: Path, spread: float) -> Path:

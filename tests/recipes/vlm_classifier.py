@@ -34,8 +34,8 @@ def serving(folder: Path) -> Stack:
     tokenizer = byte_tokenizer(*_TOKENS)
     base = tiny_reader("qwen3.5-moe", folder / "base", eos_token_id=tokenizer.convert_tokens_to_ids(EOS_TOKEN))
     tokenizer.save_pretrained(base)
-    trainer, sampler = 'backend = "torch"', 'backend = "transformers"'
-    return Stack(folder / "data", base, free_port(), trainer, sampler, threads=1, name=BASE)
+    trainer, sampler, program = 'backend = "torch"', 'backend = "transformers"', "tests.warm_workers"
+    return Stack(folder / "data", base, free_port(), trainer, sampler, program=program, threads=1, name=BASE)
 
 
 def lay_out(folder: Path) -> Path:

@@ -80,9 +80,18 @@ class Asked:
 def stack(folder: Path, tree: Path | None = None) -> Stack:
     """A stack on `folder`/data with the base model in `folder`/base, of the code in `tree` if it is not this one's."""
     engine = _ENGINE.format(handover=folder / "data" / "handover") + "".join(f"{name} = {LONG_S}\n" for name in _KEEP)
-    trainer = 'backend = "torch"'
+    trainer, program = 'backend = "torch"', "app.cli" if tree else "tests.warm_workers"
     return Stack(
-        folder / "data", folder / "base", free_port(), trainer, _SAMPLER, engine, threads=1, full=trainer, tree=tree
+        folder / "data",
+        folder / "base",
+        free_port(),
+        trainer,
+        _SAMPLER,
+        engine,
+        program,
+        threads=1,
+        full=trainer,
+        tree=tree,
     )
 
 
