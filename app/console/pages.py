@@ -104,16 +104,17 @@ def no_page(name: str) -> AnyResponse:
 def runs() -> str:
     """The runs, newest first, with their progress. htmx loads the table alone every three seconds."""
     page = Page(max(0, request.args.get("offset", 0, int)), _PAGE_RUNS)
-    found = services().runs.list_runs(current_caller(), "accessible", request.args.get("project") or None, page)
-    progress = _progress(found["training_runs"], _NEWEST_POINTS)
+    project = request.args.get("project") or None
+    found, cursor = services().runs.list_states(current_caller(), "accessible", project, page)
     template = "runs_table.html" if _is_part() else "runs.html"
-    return render_template(template, runs=found["training_runs"], cursor=found["cursor"], progress=progress, now=_now())
+    progress = _progress(found, _NEWEST_POINTS)
+    return render_template(template, runs=found, cursor=cursor, progress=progress, now=_now())
 
 
 @blueprint.get("/runs/<run>")
 def show_run(run: str) -> str:
     """One run: its state, its curves and its checkpoints. htmx loads the curves alone every three seconds."""
-    described = services().runs.describe(run, current_caller(), "owned")
+    described = services().runs.describe_state(run, current_caller())
     (progress,) = _progress([described], _MOST_POINTS).values()
     drawn = charts.charts({_brief_id(run): curves(steps(progress))})
     shown = {"run": described, "progress": progress, "charts": drawn, "now": _now()}
@@ -126,7 +127,7 @@ def show_run(run: str) -> str:
 @blueprint.get("/runs/<run>/curves.csv")
 def download_curves(run: str) -> Response:
     """The steps that are kept of a run, with every value of them."""
-    described = services().runs.describe(run, current_caller(), "owned")
+    described = services().runs.describe_state(run, current_caller())
     (progress,) = _progress([described], _MOST_POINTS).values()
     found = steps(progress)
     names = list(dict.fromkeys(name for step in found for name in step.metrics))[:_MOST_COLUMNS]
@@ -145,9 +146,9 @@ def download_curves(run: str) -> Response:
 def compare() -> str:
     """The curves of several runs in the same charts."""
     page = Page(0, _PAGE_RUNS)
-    newest = services().runs.list_runs(current_caller(), "accessible", None, page)["training_runs"]
+    newest, _ = services().runs.list_states(current_caller(), "accessible", None, page)
     asked = list(dict.fromkeys(request.args.getlist("run")))[:_MOST_COMPARED]
-    described = [services().runs.describe(run, current_caller(), "owned") for run in asked]
+    described = [services().runs.describe_state(run, current_caller()) for run in asked]
     found = {_brief_id(run): curves(steps(one)) for run, one in _progress(described, _MOST_POINTS).items()}
     more = [run for run in described if run not in newest]
     return render_template("compare.html", runs=[*newest, *more], asked=asked, charts=charts.charts(found))

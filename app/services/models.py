@@ -149,18 +149,29 @@ class RunService:
             if not public:
                 raise
             return _published_view(model_id, public)
-        return _view(model_id, stored, self._checkpoints(model_id, caller))
+        return {**_state(model_id, stored), **_saved(self._checkpoints(model_id, caller))}
+
+    def describe_state(self, model_id: str, caller: Caller) -> dict[str, Any]:
+        """The TrainingRun of a run that the caller sees, without its checkpoints: a page that is loaded every few
+        seconds does not read them. Raises NotFound."""
+        return _state(model_id, read_run(self._records, model_id, caller))
 
     def list_runs(self, caller: Caller, scope: Scope, project: str | None, page: Page) -> dict[str, Any]:
         """The runs of a project or scope, newest first. Raises NotFound for a project that the caller does not see."""
+        runs, cursor = self.list_states(caller, scope, project, page)
+        checkpoints = list_run_checkpoints(self._records, [run["training_run_id"] for run in runs], caller)
+        views = [{**run, **_saved(made)} for run, made in zip(runs, checkpoints, strict=True)]
+        return {"training_runs": views, "cursor": cursor}
+
+    def list_states(
+        self, caller: Caller, scope: Scope, project: str | None, page: Page
+    ) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """The same runs without their checkpoints, and the cursor. Raises NotFound as `list_runs` does."""
         within = projects(caller, scope, project)
         found = sorted((-created, id_) for created, id_ in self._records.list_runs(within))
         shown, cursor = page.of(found)
         runs = self._records.read(Model.namespace, [id_ for _, id_ in shown])
-        its = {id_: fields for id_, fields in runs if fields and load(Model, fields).owner in within}
-        checkpoints = list_run_checkpoints(self._records, list(its), caller)
-        views = [_view(id_, fields, made) for (id_, fields), made in zip(its.items(), checkpoints, strict=True)]
-        return {"training_runs": views, "cursor": cursor}
+        return [_state(id_, fields) for id_, fields in runs if fields and load(Model, fields).owner in within], cursor
 
     def list_checkpoints(self, model_id: str, caller: Caller) -> list[dict[str, Any]]:
         """A run's checkpoints, newest first; of another project's run only the public ones. Raises NotFound for a run
@@ -175,7 +186,8 @@ class RunService:
         return found
 
 
-def _view(model_id: str, stored: Record, checkpoints: Sequence[Found]) -> dict[str, Any]:
+def _state(model_id: str, stored: Record) -> dict[str, Any]:
+    """A TrainingRun without its checkpoints."""
     model = load(Model, stored)
     return {
         "training_run_id": model_id,
@@ -186,13 +198,19 @@ def _view(model_id: str, stored: Record, checkpoints: Sequence[Found]) -> dict[s
         "corrupted": model.state == "failed",
         "ended": "ended" in stored,
         "last_request_time": timestamp(float(stored.get("last_request", model.created * 1000)) / 1000),
-        "last_checkpoint": _newest(checkpoints, "training"),
-        "last_sampler_checkpoint": _newest(checkpoints, "sampler"),
         "user_metadata": texts(model.user_metadata),
     }
 
 
-def _published_view(model_id: str, public: list[Found]) -> dict[str, Any]:
+def _saved(checkpoints: Sequence[Found]) -> dict[str, Any]:
+    """The fields of a TrainingRun about its checkpoints."""
+    return {
+        "last_checkpoint": _newest(checkpoints, "training"),
+        "last_sampler_checkpoint": _newest(checkpoints, "sampler"),
+    }
+
+
+def _published_view(model_id: str, public: Sequence[Found]) -> dict[str, Any]:
     """A TrainingRun made of public checkpoints alone: the run's owner, metadata and state were not published."""
     newest = public[0][1]
     return {
@@ -202,9 +220,8 @@ def _published_view(model_id: str, public: list[Found]) -> dict[str, Any]:
         "is_lora": not newest.full,
         "lora_rank": newest.lora.get("rank"),
         "last_request_time": timestamp(newest.created),
-        "last_checkpoint": _newest(public, "training"),
-        "last_sampler_checkpoint": _newest(public, "sampler"),
         "user_metadata": newest.user_metadata,
+        **_saved(public),
     }
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,6 +20,8 @@ from app.domain.results import HOUR_S
 from app.stores.objects.base import ObjectStore
 
 log = logging.getLogger(__name__)
+# Two weeks of a hundred projects with pages of a kilobyte.
+_CACHED_BYTES = 2**25
 Ledger = Literal["usage", "audit"]
 LEDGERS: tuple[Ledger, ...] = get_args(Ledger)
 Fields = Mapping[str, str]
@@ -52,10 +56,12 @@ class StorageUse:
 
 
 class PageFiles:
-    """The closed pages in the object store. Both methods raise Unavailable while the object store is away."""
+    """The closed pages in the object store. A closed page never changes, so each process reads it once and keeps the
+    pages that it used last. Both methods raise Unavailable while the object store is away."""
 
-    def __init__(self, objects: ObjectStore) -> None:
+    def __init__(self, objects: ObjectStore, cached_bytes: int = _CACHED_BYTES) -> None:
         self._objects = objects
+        self._cached = _Cache(cached_bytes)
 
     def add(self, page: Page, fields: Fields) -> None:
         """Stores a page. A page that exists already stays: it was stored before the state server was set back to an
@@ -70,14 +76,38 @@ class PageFiles:
         return {page: fields for page, fields in found.items() if fields is not None}
 
     def _read(self, key: str) -> Fields | None:
+        content = self._cached.get(key)
         try:
-            fields = json.loads(self._objects.read(key))
+            content = self._objects.read(key) if content is None else content
+            fields = json.loads(content)
             if isinstance(fields, dict) and all(isinstance(value, str) for value in fields.values()):
+                self._cached.put(key, content)
                 return fields
         except ValueError:
             pass
         log.error("%s in the object store is damaged and was skipped: restore it from a backup", key)
         return None
+
+
+class _Cache:
+    """The objects that were used last, up to a number of bytes, for all threads."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._left = most_bytes
+        self._contents: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> bytes | None:
+        with self._lock:
+            return self._contents.get(key)
+
+    def put(self, key: str, content: bytes) -> None:
+        """Makes this object the one that was used last."""
+        with self._lock:
+            self._left += len(self._contents.pop(key, b"")) - len(content)
+            self._contents[key] = content
+            while self._left < 0:
+                self._left += len(self._contents.popitem(last=False)[1])
 
 
 def _key(page: Page) -> str:

@@ -19,6 +19,7 @@ from app.domain.results import Result
 from app.services.tenants.access import Tokens
 from app.services.tenants.accounts import AccountService
 from app.stores.objects.accounts import AccountFiles
+from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import OwnedElsewhere
 from tests.logs import everything_logged
 from tests.unit.app.api.test_models import save_checkpoint
@@ -229,6 +230,17 @@ def test_the_part_that_is_loaded_again_is_the_table_alone(api: Api, browser: Cal
     trained(api, [1.0])
     part = browser().get("runs", HX_Request="true")
     assert "<table>" in part.text and "<html" not in part.text
+
+
+@pytest.mark.parametrize("page", ["runs", "runs/{model}"])
+def test_a_page_that_is_loaded_every_few_seconds_reads_no_checkpoints(
+    api: Api, browser: Callable[..., Browser], monkeypatch: pytest.MonkeyPatch, page: str
+) -> None:
+    model = trained(api, [1.0])
+    save_checkpoint(api, model)
+    logged_in = browser()
+    monkeypatch.setattr(RedisRecords, "readable_checkpoints", lambda *_: pytest.fail("the checkpoints were read"))
+    assert logged_in.get(page.format(model=model), HX_Request="true").status_code == 200
 
 
 def test_a_run_shows_a_curve_for_each_value(api: Api, browser: Callable[..., Browser]) -> None:
