@@ -6,6 +6,7 @@ import csv
 import io
 import logging
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import redis
@@ -14,7 +15,7 @@ from werkzeug.exceptions import HTTPException
 from werkzeug.wrappers import Response as AnyResponse
 
 from app.api.base import current_caller, needs, services
-from app.console import account, charts, login, playground
+from app.console import account, charts, login, playground, projects
 from app.domain.curves import curves, steps
 from app.domain.progress import Progress
 from app.errors import BadRequest, NotFound, OpError, RequestError
@@ -26,6 +27,7 @@ blueprint = Blueprint("console", __name__, url_prefix="/console", template_folde
 login.add(blueprint)
 account.add(blueprint)
 playground.add(blueprint)
+projects.add(blueprint)
 
 _PAGE_RUNS, _PAGE_CHECKPOINTS, _MOST_CALLS = 25, 50, 100
 _MOST_POINTS, _MOST_COLUMNS = 1000, 256
@@ -54,7 +56,7 @@ def protect(response: Response) -> Response:
 def helpers() -> dict[str, Any]:
     """The functions that the templates call, and whether the page is a user's."""
     functions = {"csrf_token": login.csrf_token, "number": charts.number, "size": _size, "brief_id": _brief_id}
-    return {**functions, "logged_in": "caller" in g}
+    return {**functions, "day": _day, "logged_in": "caller" in g}
 
 
 @blueprint.errorhandler(RequestError)
@@ -187,7 +189,14 @@ def delete() -> AnyResponse:
     """Deletes a checkpoint, once the user has confirmed it with a second press."""
     path = _path()
     if request.form.get("sure") != "yes":
-        return Response(render_template("confirm.html", path=str(path)))
+        asked = {
+            "title": "Delete this checkpoint",
+            "of": path,
+            "label": "Delete",
+            "back": url_for("console.checkpoints"),
+        }
+        effect = "Its files are removed and cannot be restored."
+        return Response(render_template("confirm.html", effect=effect, **asked))
     services().checkpoints.delete(path, current_caller())
     return redirect(url_for("console.show_run", run=path.model_id))
 
@@ -231,6 +240,10 @@ def _brief_id(run: str) -> str:
     """A run's id without the middle of its session's UUID."""
     session, _, rest = run.partition(":")
     return f"{session[:8]}:{rest}" if rest else run
+
+
+def _day(unix: float) -> str:
+    return datetime.fromtimestamp(unix, UTC).date().isoformat()
 
 
 def _size(count: int | None) -> str:

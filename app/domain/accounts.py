@@ -25,7 +25,7 @@ class Caller:
 
     `roles` maps the id of every project that the key may use to the role there; a record's `owner` is one of these ids.
     A call that names no project goes to `project`. `token_ends`: the end (unix s) of the token that the caller sent in
-    place of the key.
+    place of the key. An operator administers every project's accounts, and sees nothing else of other projects.
     """
 
     key_id: str
@@ -35,11 +35,12 @@ class Caller:
     roles: Mapping[str, Role]
     scopes: frozenset[Scope] = SCOPES
     token_ends: int | None = field(default=None, compare=False)
+    is_operator: bool = False
 
     @classmethod
-    def alone(cls, project: str) -> Caller:
+    def alone(cls, project: str, *, is_operator: bool = False) -> Caller:
         """A caller with a project of its own that has no other users."""
-        return cls(project, project, project, project, {project: "admin"})
+        return cls(project, project, project, project, {project: "admin"}, is_operator=is_operator)
 
     def sees(self, project: str) -> bool:
         """True when the caller has any role in the project."""
@@ -93,7 +94,8 @@ class User:
 @dataclass(frozen=True, slots=True)
 class Key:
     """An API key of a user. `digest` is the sha256 of its secret half, which is not stored. `project` is the project of
-    calls that name none. `limits` apply in addition to the project's. Times are unix seconds."""
+    calls that name none; with `only_project` the key works in no other one. `limits` apply in addition to the
+    project's. Times are unix seconds."""
 
     namespace: ClassVar[str] = "keys"
     id: str
@@ -108,6 +110,11 @@ class Key:
     revoked_at: float | None = None
     version: int = 1
     limits: dict[str, int | float | None] = field(default_factory=dict)
+    only_project: bool = False
+
+    def roles(self, user: User) -> dict[str, Role]:
+        """The roles of the key's user where the key works."""
+        return {id_: role for id_, role in user.roles.items() if not self.only_project or id_ == self.project}
 
 
 Account = Organisation | Project | User | Key

@@ -22,6 +22,7 @@ from app.services.sessions import SessionSearch, SessionService, TraceService
 from app.services.teardown import Teardown
 from app.services.tenants.access import Authenticator, OwnKey, Sources, Tokens
 from app.services.tenants.accounts import AccountRecovery, AccountService
+from app.services.tenants.administration import Administration
 from app.services.tenants.audit import AuditService
 from app.services.tenants.usage import UsageService
 from app.services.training import CustomLossService, RouteService, TrainingService
@@ -51,6 +52,7 @@ class Services:
     settings: Settings
     authenticator: Authenticator
     own_key: OwnKey
+    administration: Administration
     oplog: RedisOpLog
     records: RedisRecords
     objects: ObjectStore
@@ -96,7 +98,8 @@ def build(settings: Settings) -> Services:
 
     tokens = _tokens(settings)
     accounts = AccountService(AccountFiles(objects), records)
-    authenticator = Authenticator(settings.api_keys, records, tokens, AccountRecovery(accounts, records))
+    recovery = AccountRecovery(accounts, records)
+    authenticator = Authenticator(settings.api_keys, records, tokens, recovery, settings.operator_keys)
     sources = Sources(records, authenticator)
     limits = LimitsOf(records, settings.limits.project)
     quotas = QuotaService(limits, RedisQuotas(client, settings.engine))
@@ -125,6 +128,7 @@ def build(settings: Settings) -> Services:
         settings=settings,
         authenticator=authenticator,
         own_key=OwnKey(records, accounts, tokens),
+        administration=Administration(accounts, records, recovery),
         oplog=oplog,
         records=records,
         objects=objects,

@@ -22,6 +22,12 @@ class Settings(Section):
         Path("tinsmith-data"), description="folder for everything that the stack stores, except on other servers"
     )
     api_keys: tuple[str, ...] = Field((), repr=False, description="sha256 hex digests of valid API keys")
+    operator_keys: tuple[str, ...] = Field(
+        (),
+        repr=False,
+        description="those of api_keys that administer all projects in the console; the key that `tinsmith up` makes "
+        "is one",
+    )
     url_secret: str = Field("", repr=False, description="secret that signs URLs, tokens and the console's logins")
     api: ApiSettings = Field(ApiSettings(), description="the HTTP API")
     redis: RedisSettings = Field(RedisSettings(), description="your own servers for state and messages")

@@ -160,8 +160,15 @@ def model_paths(settings: Settings) -> None:
         model_path(base)
 
 
+def operators(settings: Settings) -> None:
+    """Raises SetupError for an operator's key that is no key."""
+    if not set(settings.operator_keys) <= set(settings.api_keys):
+        raise SetupError("operator_keys has a digest that is not in api_keys: add it there too")
+
+
 def everything(settings: Settings) -> None:
     """Runs all checks that need no port and no model file."""
+    operators(settings)
     for base in settings.base_models:
         base.check_quantized()
         ranks(base)

@@ -226,11 +226,11 @@ def _absolute_path(base: BaseModelSettings) -> BaseModelSettings:
 
 
 def _with_secrets(settings: Settings, folder: DataFolder) -> Settings:
-    keys = settings.api_keys
-    if not keys:
-        keys = (hash_key(folder.kept_secret(_KEY_FILE, lambda: config.KEY_PREFIX + secrets.token_urlsafe(32))),)
     url_secret = settings.url_secret or folder.kept_secret("url-secret", lambda: secrets.token_urlsafe(32))
-    return settings.model_copy(update={"api_keys": keys, "url_secret": url_secret})
+    if settings.api_keys:
+        return settings.model_copy(update={"url_secret": url_secret})
+    key = hash_key(folder.kept_secret(_KEY_FILE, lambda: config.KEY_PREFIX + secrets.token_urlsafe(32)))
+    return settings.model_copy(update={"api_keys": (key,), "operator_keys": (key,), "url_secret": url_secret})
 
 
 def _key_notice(given: Settings, folder: DataFolder) -> str:

@@ -148,6 +148,7 @@ ADDED: dict[str, set[str]] = {
     "settings": {
         "api.processes",
         "api.queue_metrics_by_project",
+        "operator_keys",
         "limits.project.checkpoint_ttl_s",
         "limits.project.keep_checkpoints",
         "limits.project.live_sessions",
@@ -162,6 +163,7 @@ ADDED: dict[str, set[str]] = {
     "setting values": {
         "api.processes",
         "api.queue_metrics_by_project",
+        "operator_keys",
         "limits.project.checkpoint_ttl_s",
         "limits.project.keep_checkpoints",
         "limits.project.live_sessions",
@@ -184,7 +186,7 @@ ADDED: dict[str, set[str]] = {
     # Keys that ecb7b39 writes only to note that it made lists which it finds made.
     "keys gone": {"tinsmith:runs_listed"},
     # Fields of a record that ecb7b39 does not read, with their defaults, by the beginning of the record's key.
-    "record fields": {"tinsmith:checkpoints:": {"expiry_by": '""'}},
+    "record fields": {"tinsmith:checkpoints:": {"expiry_by": '""'}, "tinsmith:keys:": {"only_project": "false"}},
     # Values by key, today and then, where ecb7b39 only asks whether the key exists.
     "values": {"tinsmith:taking_calls": ("pieces", "")},
     # Keys that start so and are now deleted before they expire; every version does without them.

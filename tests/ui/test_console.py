@@ -16,6 +16,7 @@ import tinker
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from app.settings import hash_key
 from tests.contract.data import supervised, train
 from tests.contract.stack import API_KEY, BASE, Stack, running
 from tests.models import tiny_qwen3
@@ -30,7 +31,9 @@ RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "be
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     base = tiny_qwen3(tmp_path_factory.mktemp("base"))
-    with running(Stack(tmp_path_factory.mktemp("stack") / "data", base, free_port())) as stack:
+    data = tmp_path_factory.mktemp("stack") / "data"
+    operators = f'operator_keys = ["{hash_key(API_KEY)}"]'
+    with running(Stack(data, base, free_port(), extra=operators)) as stack:
         yield stack
 
 
@@ -123,6 +126,39 @@ def test_every_page_is_accessible_and_fits_the_screen(opened: Opener, size: str,
     page.go_back()
     page.get_by_role("link", name="Changes to projects").click()
     _check(page, "events", size, scheme)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("size", SIZES)
+def test_an_operator_makes_a_project_with_a_member_a_key_and_limits(opened: Opener, size: str, scheme: str) -> None:
+    page, name = opened(size, scheme), f"kettles {size} {scheme}"
+    page.get_by_role("link", name="Account", exact=True).click()
+    page.get_by_role("link", name="Members, keys and limits").click()
+    page.get_by_label("Name of the organisation").fill("Tinkers")
+    page.get_by_role("button", name="Create the organisation").click()
+    page.get_by_label("Name of the project").fill(name)
+    _check(page, "projects", size, scheme)
+    page.get_by_role("button", name="Create the project").click()
+    page.get_by_label("Email of a user").fill("jo@example.org")
+    page.get_by_role("button", name="Add a member").click()
+    page.get_by_label("Name of the key").fill("laptop")
+    page.get_by_label("Days until it expires").fill("90")
+    page.get_by_role("button", name="Create a key").click()
+    expect(page.locator("#key")).to_contain_text("tml-")
+    _check(page, "new-key", size, scheme)
+    page.get_by_role("link", name="Back to the project").click()
+    expect(page.get_by_role("region", name="Keys")).to_contain_text("laptop")
+    page.get_by_role("button", name="Make jo@example.org an admin").click()
+    page.get_by_label("keep checkpoints").fill("3")
+    page.get_by_role("button", name="Set the limits").click()
+    expect(page.get_by_role("heading", name="Delete old checkpoints?")).to_be_visible()
+    _check(page, "confirm", size, scheme)
+    page.get_by_role("button", name="Set the limits").click()
+    expect(page.get_by_label("keep checkpoints")).to_have_value("3")
+    _check(page, "project", size, scheme)
+    page.get_by_role("button", name="Revoke").click()
+    page.get_by_role("button", name="Revoke").click()
+    expect(page.get_by_text("No key yet.")).to_be_visible()
 
 
 def test_curves_grow_while_the_run_trains(opened: Opener, training: tinker.TrainingClient) -> None:

@@ -152,7 +152,8 @@ class Authenticator:
     emptied.
 
     `digests` are those of the settings' keys. Each such key is a project of its own; a prefix of the digest is the id
-    of both the project and the key. Without `tokens`, no token is accepted.
+    of both the project and the key. `operators` are the digests of those that operators hold. Without `tokens`, no
+    token is accepted.
     """
 
     def __init__(
@@ -161,7 +162,9 @@ class Authenticator:
         store: RedisRecords,
         tokens: Tokens | None,
         account_recovery: Callable[[], bool] = lambda: False,
+        operators: Sequence[str] = (),
     ) -> None:
+        self._operators = frozenset(map(project_of, operators))
         self._digests, self._records, self._tokens, self._account_recovery = digests, store, tokens, account_recovery
 
     def __call__(self, credential: str) -> Caller:
@@ -173,7 +176,7 @@ class Authenticator:
         digest = hash_key(credential)
         # Every known digest is compared, in constant time.
         if sum(hmac.compare_digest(digest, known) for known in self._digests):
-            return Caller.alone(project_of(digest))
+            return self._alone(project_of(digest))
         return self._by_secret(*credential.removeprefix(KEY_PREFIX).partition(".")[::2])
 
     def check(self, caller: Caller) -> None:
@@ -184,11 +187,14 @@ class Authenticator:
     def holder(self, id_: str) -> Caller:
         """The caller of a key, by the key's id. Raises Unauthorized, and Unavailable while it cannot be looked up."""
         if id_ in map(project_of, self._digests):
-            return Caller.alone(id_)
+            return self._alone(id_)
         found = self._find(id_)
         if found is None:
             raise Unauthorized(_UNKNOWN)
         return self._holder_of(*found)
+
+    def _alone(self, id_: str) -> Caller:
+        return Caller.alone(id_, is_operator=id_ in self._operators)
 
     def _by_secret(self, id_: str, secret: str) -> Caller:
         """The caller of a key, by its id and secret. Only a client that knows the secret learns the reason of a
@@ -205,7 +211,7 @@ class Authenticator:
             raise Unauthorized("this API key has expired")
         if user is None or user.removed:
             raise Unauthorized("the user of this API key was removed")
-        return Caller(key.id, user.id, user.organisation, key.project, user.roles, frozenset(key.scopes))
+        return Caller(key.id, user.id, user.organisation, key.project, key.roles(user), frozenset(key.scopes))
 
     def _find(self, id_: str) -> tuple[Key, User | None] | None:
         found = self._records.find_key(id_)

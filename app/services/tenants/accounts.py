@@ -40,43 +40,44 @@ _RETRY_S = 5.0
 
 
 class AccountService:
-    """Creates and changes accounts. Every method raises Unavailable while a store is away."""
+    """Creates and changes accounts. `by` is the caller that the audit log names, or None for the command line. Every
+    method raises Unavailable while a store is away."""
 
     def __init__(self, files: AccountFiles, store: RedisRecords) -> None:
         self._files, self._records = files, store
 
-    def add_organisation(self, name: str) -> Organisation:
+    def add_organisation(self, name: str, by: Caller | None = None) -> Organisation:
         organisation = Organisation(_new_id("org-"), _named(name), self._records.now())
-        self._note(organisation.id, "organization_create", {})
+        audit.note(self._records, by, organisation.id, "organization_create", {})
         return self._added(organisation)
 
-    def add_project(self, organisation: str, name: str) -> Project:
+    def add_project(self, organisation: str, name: str, by: Caller | None = None) -> Project:
         """Creates a project. Raises NotFound for the organisation."""
         self._files.newest(Organisation, organisation)
         project = Project(_new_id(_PROJECT), organisation, _named(name), self._records.now())
         for scope in (organisation, project.id):
-            self._note(scope, "project_create", {"subject": project.id})
+            audit.note(self._records, by, scope, "project_create", {"subject": project.id})
         return self._added(project)
 
-    def add_user(self, organisation: str, email: str) -> User:
+    def add_user(self, organisation: str, email: str, by: Caller | None = None) -> User:
         """Creates a user without any project. Raises NotFound for the organisation."""
         self._files.newest(Organisation, organisation)
         user = User(_new_id("user-"), organisation, _named(email), self._records.now())
-        self._note(organisation, "user_create", {"subject": user_urn(user.id)})
+        audit.note(self._records, by, organisation, "user_create", {"subject": user_urn(user.id)})
         return self._added(user)
 
     def user(self, user: str) -> User:
         """The user's account. Raises NotFound."""
         return self._files.newest(User, user)
 
-    def set_role(self, user: str, project: str, role: Role | None) -> User:
+    def set_role(self, user: str, project: str, role: Role | None, by: Caller | None = None) -> User:
         """Sets a user's role in a project; None removes the user from it. Raises NotFound (user, project), or
         BadRequest for another organisation's project."""
         organisation = self._files.newest(Project, project).organisation
         if self._files.newest(User, user).organisation != organisation:
             raise BadRequest(f"project {project} belongs to organisation {organisation}, and user {user} does not")
 
-        self._note(project, "project_role_set", {"subject": user_urn(user), "role": role})
+        audit.note(self._records, by, project, "project_role_set", {"subject": user_urn(user), "role": role})
 
         def changed(was: User) -> User:
             others = {id_: had for id_, had in was.roles.items() if id_ != project}
@@ -88,7 +89,7 @@ class AccountService:
         """Removes a user, so that none of the user's keys works any more. Raises NotFound. A repeat is harmless."""
         known = self._known(User, user)
         for scope in (known.organisation, *known.roles):
-            self._note(scope, "user_remove", {"subject": user_urn(user)}, urgent=True)
+            audit.note(self._records, None, scope, "user_remove", {"subject": user_urn(user)}, urgent=True)
         self._records.update(User.namespace, user, {"removed": json.dumps(True)})
         return self._changed(User, user, lambda was: replace(was, removed=True))
 
@@ -101,6 +102,8 @@ class AccountService:
         name: str = "",
         note: str = "",
         lifetime_s: float | None = None,
+        only_project: bool = False,
+        by: Caller | None = None,
     ) -> tuple[Key, str]:
         """Creates a key, and returns it with its text, which is never shown again. Raises NotFound (user), or
         BadRequest if the user is not in the project or was removed."""
@@ -109,27 +112,30 @@ class AccountService:
             raise BadRequest(f"user {user} is not in project {project}: give the user a role there first")
         id_, secret, now = secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_SECRET_BYTES), self._records.now()
         expires_at = None if lifetime_s is None else now + lifetime_s
-        key = Key(id_, user, project, hash_secret(secret), sorted(scopes), name, note, now, expires_at)
-        self._note(project, "key_create", {"subject": user_urn(user), "subject_key_id": id_})
+        digest = hash_secret(secret)
+        key = Key(id_, user, project, digest, sorted(scopes), name, note, now, expires_at, only_project=only_project)
+        audit.note(self._records, by, project, "key_create", {"subject": user_urn(user), "subject_key_id": id_})
         return self._added(key), f"{KEY_PREFIX}{id_}.{secret}"
 
     def revoke(self, key: str, by: Caller | None = None) -> Key:
-        """Revokes a key. `by`: the caller, or None for the operator. Raises NotFound. A repeat is harmless."""
+        """Revokes a key. Raises NotFound. A repeat is harmless."""
         known, now = self._known(Key, key), self._records.now()
         about = {"subject": user_urn(known.user), "subject_key_id": key}
         audit.note(self._records, by, known.project, "key_revoke", about, urgent=True)
         self._records.update(Key.namespace, key, {"revoked_at": json.dumps(now)})
         return self._changed(Key, key, lambda was: replace(was, revoked_at=now))
 
-    def set_limits(self, id_: str, limits: Changes, *, default: Iterable[str] = ()) -> Project | Key:
+    def set_limits(
+        self, id_: str, limits: Changes, *, default: Iterable[str] = (), by: Caller | None = None
+    ) -> Project | Key:
         """Sets limits of a project or a key; the limits named in `default` return to those of the settings. Raises
         NotFound or BadRequest."""
         given_up = frozenset(default)
         if id_.startswith(_PROJECT):
-            return self._limited(Project, id_, limits, given_up)
-        return self._limited(Key, id_, limits, given_up)
+            return self._limited(Project, id_, limits, given_up, by)
+        return self._limited(Key, id_, limits, given_up, by)
 
-    def _limited(self, cls: type[L], id_: str, limits: Changes, default: frozenset[str]) -> L:
+    def _limited(self, cls: type[L], id_: str, limits: Changes, default: frozenset[str], by: Caller | None) -> L:
         def changed(was: L) -> L:
             own = {**{name: was.limits[name] for name in was.limits.keys() - default}, **limits}
             try:
@@ -138,7 +144,7 @@ class AccountService:
                 raise BadRequest(str(error)) from None
             event = f"{cls.__name__.lower()}_limits_set"
             about = {"subject": id_, **limits, **dict.fromkeys(default, "default")}
-            audit.note(self._records, None, _project_of(was), event, about, once=f"{id_} {was.version}")
+            audit.note(self._records, by, _project_of(was), event, about, once=f"{id_} {was.version}")
             return replace(was, limits=own)
 
         return self._changed(cls, id_, changed)
@@ -181,9 +187,6 @@ class AccountService:
         """The account from the state server, which is enough to take it away while the object store is away. Raises
         NotFound."""
         return self._records.find(cls, id_) or self._files.newest(cls, id_)
-
-    def _note(self, scope: str, event: str, about: audit.About, *, urgent: bool = False) -> None:
-        audit.note(self._records, None, scope, event, about, urgent=urgent)
 
     def _show(self, account: Account) -> bool:
         return self._records.put_newer(account.namespace, account.id, account.version, dump(account))

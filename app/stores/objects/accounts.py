@@ -18,6 +18,8 @@ from app.errors import NotFound, SetupError
 from app.stores.objects.base import ObjectStore
 
 ROOT = "accounts"
+# Fields that earlier versions do not write are left out while they have their default.
+_ADDED = {"only_project": False}
 A = TypeVar("A", bound=Account)
 
 
@@ -30,7 +32,8 @@ class AccountFiles:
     def add(self, account: Account) -> bool:
         """Stores a version; False (nothing changes) when a version with that number exists."""
         key = f"{_folder(account.namespace, account.id)}{account.version:08d}.json"
-        return self._objects.put_new(key, json.dumps(asdict(account)).encode())
+        fields = {name: value for name, value in asdict(account).items() if name not in _ADDED or value != _ADDED[name]}
+        return self._objects.put_new(key, json.dumps(fields).encode())
 
     def newest(self, cls: type[A], id_: str) -> A:
         """The newest version of an account. Raises NotFound, and SetupError when that version cannot be parsed."""

@@ -14,7 +14,53 @@ _BUCKET = "--confcutdir=tests/unit/workers/backends/training tests/security/test
 _POLLS = "tests/unit/app/services/test_polling.py"
 _SLOW = "--confcutdir=tests/unit/app/stores tests/unit/app/test_gunicorn_worker.py"
 
+_PROJECTS = "tests/unit/app/console/test_projects.py"
+_ADMINISTRATION = "app/services/tenants/administration.py"
+
 MUTANTS = (
+    # Administration by callers.
+    Mutant(
+        "administration: of the own projects alone",
+        _ADMINISTRATION,
+        '            check_role(caller, check_seen(caller, project), "admin")\n',
+        "            pass\n",
+        f"{_PROJECTS}::test_nobody_else_sees_or_changes_a_project",
+    ),
+    Mutant(
+        "administration: an admin sets no limit that protects others",
+        _ADMINISTRATION,
+        "if not caller.is_operator and (beyond := sorted((limits",
+        "if False and (beyond := sorted((limits",
+        f"{_PROJECTS}::test_an_admin_sets_how_long_checkpoints_are_kept_and_no_other_limit",
+    ),
+    Mutant(
+        "administration: a key for one project",
+        "app/domain/accounts.py",
+        "if not self.only_project or id_ == self.project",
+        "if True",
+        f"{_PROJECTS}::test_a_key_of_the_page_works_in_this_project_alone_also_after_its_user_joins_another",
+    ),
+    Mutant(
+        "administration: a key can do no more than the one that makes it",
+        _ADMINISTRATION,
+        "if beyond := sorted(wanted - caller.scopes):",
+        "if beyond := []:",
+        f"{_PROJECTS}::test_a_key_makes_no_key_that_can_do_more_or_lives_longer",
+    ),
+    Mutant(
+        "administration: an admin creates no user",
+        _ADMINISTRATION,
+        "if not found and not caller.is_operator:",
+        "if False:",
+        f"{_PROJECTS}::test_an_admin_adds_users_of_the_organisation_and_creates_none",
+    ),
+    Mutant(
+        "administration: another user's wider key",
+        _ADMINISTRATION,
+        "if not (caller.is_operator or found.only_project or found.user == caller.user):",
+        "if False:",
+        f"{_PROJECTS}::test_an_admin_revokes_no_key_that_works_in_other_projects_of_another_user",
+    ),
     # Sessions.
     Mutant(
         "sessions: the limit of live ones",

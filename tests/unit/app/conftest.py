@@ -27,7 +27,7 @@ from app.stores.redis.records import dump
 from app.stores.redis.types import OwnedElsewhere, Record
 from tests.servers import start_valkey
 
-KEY, OTHER_KEY = "tml-one", "tml-two"
+KEY, OTHER_KEY, OPERATOR_KEY = "tml-one", "tml-two", "tml-operator"
 BASE = "org/tiny"
 VOCAB, CONTEXT = 300, 64
 SHAPES: adapters.Shapes = {
@@ -95,7 +95,8 @@ def state_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def settings(state_url: str, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     return Settings(
         data_dir=tmp_path_factory.mktemp("data"),
-        api_keys=(hash_key(KEY), hash_key(OTHER_KEY)),
+        api_keys=(hash_key(KEY), hash_key(OTHER_KEY), hash_key(OPERATOR_KEY)),
+        operator_keys=(hash_key(OPERATOR_KEY),),
         url_secret="s" * 32,
         api=ApiSettings(poll_hold_s=0.3, max_body_bytes=2**20),
         redis=RedisSettings(url=state_url),

@@ -124,11 +124,12 @@ def test_keys_and_secrets_survive_a_restart(tmp_path, model):
     first, second = (plan(tmp_path / "data", model).settings for _ in range(2))
     assert (first.api_keys, first.url_secret) == (second.api_keys, second.url_secret)
     key = (tmp_path / "data" / "api-key").read_text().strip()
-    assert key.startswith("tml-") and first.api_keys == (hash_key(key),)
+    assert key.startswith("tml-") and first.api_keys == first.operator_keys == (hash_key(key),)
 
 
 def test_a_given_key_leaves_no_key_file(tmp_path, model):
-    assert plan(tmp_path / "data", model, api_key="tml-0123456789").settings.api_keys == (hash_key("tml-0123456789"),)
+    settings = plan(tmp_path / "data", model, api_key="tml-0123456789").settings
+    assert (settings.api_keys, settings.operator_keys) == ((hash_key("tml-0123456789"),), ())
     assert not (tmp_path / "data" / "api-key").exists()
 
 

@@ -38,10 +38,13 @@ PAGES = [
     "usage",
     "events",
     "playground",
+    "projects",
+    "projects/x",
     "none",
 ]
 FORMS = ["checkpoints/publish", "checkpoints/expiry", "checkpoints/delete"]
-ALL_FORMS = [*FORMS, "playground"]
+OF_A_PROJECT = [f"projects/<project>/{form}" for form in ("members", "role", "keys", "keys/revoke", "limits")]
+ALL_FORMS = [*FORMS, "playground", "projects", "organisations", *OF_A_PROJECT]
 
 
 class Unreadable(io.RawIOBase):
@@ -161,7 +164,7 @@ def test_every_route_that_changes_something_needs_the_scope_that_the_api_asks_fo
         if rule.rule.startswith("/console") and "POST" in (rule.methods or ())
     }
     assert changing == {
-        **{f"/console/{path}": ("manage",) for path in FORMS},
+        **{f"/console/{path}": ("manage",) for path in (*FORMS, *OF_A_PROJECT, "projects", "organisations")},
         "/console/playground": ("sample",),
         "/console/login": (),
         "/console/logout": (),

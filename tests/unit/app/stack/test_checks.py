@@ -156,6 +156,11 @@ def test_a_quantised_base_is_refused_beside_a_setting_that_trains_or_splits_its_
     base_model(dtype="auto", **other).check_quantized()
 
 
+def test_an_operators_key_that_is_no_key_is_refused():
+    with pytest.raises(SetupError, match="operator_keys has a digest that is not in api_keys"):
+        checks.everything(Settings(api_keys=("a",), operator_keys=("a", "b")))
+
+
 def test_a_quantised_base_needs_its_library(monkeypatch):
     monkeypatch.setattr(checks, "_version", lambda name: None if name == "bitsandbytes" else "1.0")
     checks.training(base_model())

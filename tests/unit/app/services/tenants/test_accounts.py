@@ -46,6 +46,16 @@ def test_a_key_is_its_users_with_his_roles_and_its_own_scopes(accounts, caller_o
     assert caller_of(text) == expected
 
 
+def test_a_key_for_one_project_works_in_no_other_one_also_after_the_accounts_were_restored(accounts, caller_of, client):
+    user, project = member(accounts)
+    _, text = make_key(accounts, user, project, only_project=True)
+    accounts.set_role(user.id, accounts.add_project(user.organisation, "other").id, "admin")
+    assert caller_of(text).roles == {project.id: "member"}
+    client.flushall()
+    accounts.rebuild()
+    assert caller_of(text).roles == {project.id: "member"}
+
+
 def test_nobody_keeps_a_keys_secret(accounts, client, tmp_path):
     user, project = member(accounts)
     _, text = make_key(accounts, user, project)

@@ -1,0 +1,168 @@
+"""The console's pages for admins: projects with their members, keys and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from math import inf
+from typing import cast
+
+from flask import Blueprint, redirect, render_template, request, url_for
+from werkzeug.wrappers import Response
+
+from app.api.base import AnyView, current_caller, needs, services
+from app.domain.accounts import ROLES, SCOPES, Role, Scope
+from app.domain.limits import COUNTS, NAMES
+from app.errors import BadRequest
+
+_DAY_S, _MOST_DAYS = 86_400, 3650
+_NONE, _UNLIMITED = "none", "none"
+Value = float | None
+
+
+def add(blueprint: Blueprint) -> None:
+    """Adds the pages and their forms to the console."""
+    blueprint.add_url_rule("/projects", "projects", _list)
+    blueprint.add_url_rule("/projects/<project>", "project", _show)
+    forms: dict[str, AnyView] = {
+        "/organisations": _add_organisation,
+        "/projects": _add_project,
+        "/projects/<project>/members": _add_member,
+        "/projects/<project>/role": _set_role,
+        "/projects/<project>/keys": _add_key,
+        "/projects/<project>/keys/revoke": _revoke,
+        "/projects/<project>/limits": _set_limits,
+    }
+    for rule, form in forms.items():
+        blueprint.add_url_rule(rule, form.__name__.strip("_"), needs("manage")(form), methods=["POST"])
+
+
+def _list() -> str:
+    """The projects that the user administers."""
+    caller, of = current_caller(), services().administration
+    organisations = {one.id: one.name for one in of.organisations(caller)}
+    return render_template(
+        "projects.html", projects=of.projects(caller), organisations=organisations, is_operator=caller.is_operator
+    )
+
+
+def _show(project: str) -> str:
+    """One project: its members, its keys and its limits. Raises NotFound and Forbidden."""
+    found = services().administration.describe(current_caller(), project)
+    settings = asdict(services().settings.limits.project)
+    own = {name: _UNLIMITED if value is None else str(value) for name, value in found.project.limits.items()}
+    return render_template(
+        "project.html",
+        found=found,
+        limits=[(name, own.get(name, ""), settings[name]) for name in NAMES],
+        roles=ROLES,
+        scopes=sorted(current_caller().scopes),
+        now=services().records.now(),
+    )
+
+
+def _add_organisation() -> Response:
+    services().administration.add_organisation(current_caller(), _text("name"))
+    return redirect(url_for("console.projects"))
+
+
+def _add_project() -> Response:
+    return _back(services().administration.add_project(current_caller(), _text("organisation"), _text("name")).id)
+
+
+def _add_member(project: str) -> Response:
+    services().administration.add_member(current_caller(), project, _text("email"), _role(_text("role")))
+    return _back(project)
+
+
+def _set_role(project: str) -> Response:
+    """Changes the role of a member, or removes the member."""
+    role = _text("role")
+    services().administration.set_role(current_caller(), project, _text("user"), None if role == _NONE else _role(role))
+    return _back(project)
+
+
+def _add_key(project: str) -> str:
+    """The page with the new key. It is shown once, and stored nowhere but in this answer."""
+    scopes = request.form.getlist("scope")
+    if unknown := set(scopes) - SCOPES:
+        raise BadRequest(f"{min(unknown)[:80]!r} is no scope: give some of {', '.join(sorted(SCOPES))}")
+    days = _text("days")
+    if days and not (days.isdecimal() and 1 <= int(days[:9]) <= _MOST_DAYS):
+        raise BadRequest(f"{days[:80]!r} is no number of days: give 1 to {_MOST_DAYS}, or nothing for a lasting key")
+    lifetime_s = int(days) * _DAY_S if days else None
+    key, text = services().administration.add_key(
+        current_caller(), project, _text("user"), cast("list[Scope]", scopes), _text("name"), lifetime_s
+    )
+    return render_template("new_key.html", project=project, key=key, text=text)
+
+
+def _revoke(project: str) -> Response:
+    """Revokes a key, once the user has confirmed it with a second press."""
+    administration, id_ = services().administration, _text("key")
+    if request.form.get("sure") != "yes":
+        key = administration.key(current_caller(), project, id_)
+        effect = "It stops working at once, and cannot work again."
+        return _asked(project, "Revoke this key", f"{key.id} {key.name}", effect, "Revoke")
+    administration.revoke(current_caller(), project, id_)
+    return _back(project)
+
+
+def _set_limits(project: str) -> Response:
+    """Sets the limits that differ from those before. A smaller number of kept checkpoints deletes some, so it asks for
+    a second press."""
+    found = services().administration.describe(current_caller(), project)
+    own = found.project.limits
+    given = {name: _text(name) for name in NAMES if name in request.form}
+    limits = {name: _limit(name, text) for name, text in given.items() if text}
+    changed = {name: value for name, value in limits.items() if name not in own or own[name] != value}
+    default = {name for name, text in given.items() if not text and name in own}
+    if not changed and not default:
+        return _back(project)
+    if request.form.get("sure") != "yes" and (fewer := _fewer_kept(own, changed, default)) is not None:
+        effect = (
+            f"Each run keeps its {fewer} newest checkpoints of each kind. Older ones are deleted within a minute or so."
+        )
+        return _asked(project, "Delete old checkpoints", project, effect, "Set the limits")
+    services().administration.set_limits(current_caller(), project, changed, default)
+    return _back(project)
+
+
+def _fewer_kept(own: Mapping[str, Value], changed: Mapping[str, Value], default: set[str]) -> int | None:
+    """The new number of checkpoints that a run keeps, if it is smaller than before. None for a wrong number, which is
+    refused without a question."""
+    name, settings = "keep_checkpoints", services().settings.limits.project.keep_checkpoints
+    before = own.get(name, settings)
+    after = settings if name in default else changed.get(name, before)
+    return int(after) if after is not None and 0 < after < (inf if before is None else before) else None
+
+
+def _limit(name: str, text: str) -> Value:
+    if text == _UNLIMITED:
+        return None
+    try:
+        return int(text) if name in COUNTS else float(text)
+    except ValueError:
+        kind = "whole number" if name in COUNTS else "number"
+        raise BadRequest(f"{name} is {text[:80]!r}: give a {kind}, {_UNLIMITED}, or nothing") from None
+
+
+def _role(text: str) -> Role:
+    if text not in ROLES:
+        raise BadRequest(f"{text[:80]!r} is no role: give one of {', '.join(ROLES)}")
+    return text
+
+
+def _text(name: str) -> str:
+    return request.form.get(name, "").strip()
+
+
+def _back(project: str) -> Response:
+    return redirect(url_for("console.project", project=project))
+
+
+def _asked(project: str, title: str, of: str, effect: str, label: str) -> Response:
+    """The page that asks for the second press. Its form sends the same fields again."""
+    back = url_for("console.project", project=project)
+    page = render_template("confirm.html", title=title, of=of, effect=effect, label=label, back=back)
+    return Response(page, mimetype="text/html")
