@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flask import Response
 from marshmallow import fields
 from prometheus_client import CONTENT_TYPE_LATEST
+from werkzeug.exceptions import RequestEntityTooLarge
 
-from app.api.base import SdkSchema, current_caller, services
+from app.api.base import SdkSchema, current_caller, json_content, needs, services
 from app.api.base import blueprint as make
 from app.api.examples import CAPABILITIES
+from app.domain.progress import Recorded
+from app.errors import RequestError
 from app.telemetry import QUEUES, exposition
+from app.wire.telemetry import recorded
 
 client_blueprint = make("client", "Start")
 
@@ -78,8 +83,20 @@ class TelemetryAnswer(SdkSchema):
 @client_blueprint.route("/telemetry", methods=["POST"])
 @client_blueprint.response(200, TelemetryAnswer)
 def telemetry() -> dict[str, str]:
-    """Accept telemetry and drop it unread: events may hold API keys and tracebacks."""
+    """Keep the metrics that a client records for its runs, and drop all other events: they may hold API keys and
+    tracebacks."""
+    try:
+        body = json_content()
+    except (RequestError, RequestEntityTooLarge, RecursionError):
+        body = None  # as ever: a client that only reports must not fail
+    if found := recorded(body):
+        _record(found)
     return {"status": "accepted"}
+
+
+@needs("train")
+def _record(found: Mapping[str, Sequence[Recorded]]) -> None:
+    services().runs.record(current_caller(), found)
 
 
 class SupportedModel(SdkSchema):

@@ -16,7 +16,7 @@ from werkzeug.wrappers import Response as AnyResponse
 
 from app.api.base import current_caller, needs, services
 from app.console import account, charts, login, playground, projects
-from app.domain.curves import curves, steps
+from app.domain.curves import Step, by_step, curves, steps
 from app.domain.progress import Progress
 from app.errors import BadRequest, NotFound, OpError, RequestError
 from app.ids import TinkerPath
@@ -118,7 +118,8 @@ def show_run(run: str) -> str:
     """One run: its state, its curves and its checkpoints. htmx loads the curves alone every three seconds."""
     described = services().runs.describe_state(run, current_caller())
     (progress,) = _progress([described], _MOST_POINTS).values()
-    drawn = charts.charts({_brief_id(run): curves(steps(progress))})
+    (recorded,) = services().records.recorded([run])
+    drawn = charts.charts({_brief_id(run): curves(steps(progress), recorded)})
     shown = {"run": described, "progress": progress, "charts": drawn, "now": _now()}
     if _is_part():
         return render_template("curves.html", **shown)
@@ -131,17 +132,28 @@ def download_curves(run: str) -> Response:
     """The steps that are kept of a run, with every value of them."""
     described = services().runs.describe_state(run, current_caller())
     (progress,) = _progress([described], _MOST_POINTS).values()
-    found = steps(progress)
-    names = list(dict.fromkeys(name for step in found for name in step.metrics))[:_MOST_COLUMNS]
+    found = {step.number: step for step in steps(progress)}
+    (recorded,) = services().records.recorded([run])
+    of_client = by_step(recorded)
+    metrics = {
+        number: {**(found[number].metrics if number in found else {}), **of_client.get(number, {})}
+        for number in sorted(found.keys() | of_client.keys())
+    }
+    names = list(dict.fromkeys(name for its in metrics.values() for name in its))[:_MOST_COLUMNS]
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(("step", "unix_time", "tokens", "seconds", "loss", *names))
-    for step in found:
-        loss = "" if step.loss is None else step.loss
-        metrics = (step.metrics.get(name, "") for name in names)
-        writer.writerow((step.number, f"{step.at:.3f}", step.tokens, f"{step.seconds:.6f}", loss, *metrics))
+    for number, its in metrics.items():
+        writer.writerow((number, *_measured(found.get(number)), *(its.get(name, "") for name in names)))
     headers = {"Content-Disposition": "attachment; filename=curves.csv"}
     return Response(text.getvalue(), mimetype="text/csv", headers=headers)
+
+
+def _measured(step: Step | None) -> Sequence[object]:
+    """The time, tokens, seconds and loss of a step; without values where only the client recorded something."""
+    if step is None:
+        return ("",) * 4
+    return f"{step.at:.3f}", step.tokens, f"{step.seconds:.6f}", "" if step.loss is None else step.loss
 
 
 @blueprint.get("/compare")
@@ -151,7 +163,10 @@ def compare() -> str:
     newest, _ = services().runs.list_states(current_caller(), "accessible", None, page)
     asked = list(dict.fromkeys(request.args.getlist("run")))[:_MOST_COMPARED]
     described = [services().runs.describe_state(run, current_caller()) for run in asked]
-    found = {_brief_id(run): curves(steps(one)) for run, one in _progress(described, _MOST_POINTS).items()}
+    progress, recorded = _progress(described, _MOST_POINTS), services().records.recorded(asked)
+    found = {
+        _brief_id(run): curves(steps(one), its) for (run, one), its in zip(progress.items(), recorded, strict=True)
+    }
     more = [run for run in described if run not in newest]
     return render_template("compare.html", runs=[*newest, *more], asked=asked, charts=charts.charts(found))
 

@@ -1,4 +1,5 @@
-"""The curves of a run: its optimizer steps, made of the points of its progress."""
+"""The curves of a run: its optimizer steps, made of the points of its progress, and the metrics that its client
+recorded."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.domain.ops import FORWARD_BACKWARD
-from app.domain.progress import LOSS_SUM, Point, Progress
+from app.domain.progress import LOSS_SUM, Point, Progress, Recorded
 
+_CLIENT = "client/"
 _REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {"sum": sum, "min": min, "max": max}
 
 
@@ -47,12 +49,24 @@ def steps(progress: Progress) -> list[Step]:
     return [_step(first + index, batch) for index, batch in enumerate(whole) if index >= cut]
 
 
-def curves(found: Sequence[Step]) -> dict[str, list[tuple[int, float]]]:
-    """The curve of each value: (step, value) in the order of the steps. The loss is first."""
+def by_step(recorded: Sequence[Recorded]) -> dict[int, dict[str, float]]:
+    """The metrics that a client recorded for each step, in the order of the steps; the newest value of each counts. The
+    prefix keeps them apart from those that training answered."""
+    found: dict[int, dict[str, float]] = {}
+    for one in recorded:
+        found.setdefault(one.step, {}).update({f"{_CLIENT}{name}": value for name, value in one.metrics.items()})
+    return dict(sorted(found.items()))
+
+
+def curves(found: Sequence[Step], recorded: Sequence[Recorded] = ()) -> dict[str, list[tuple[int, float]]]:
+    """The curve of each value: (step, value) in the order of the steps. The loss is first, and the client's metrics are
+    last."""
     made: dict[str, list[tuple[int, float]]] = {}
-    for step in found:
-        for name, value in step.values():
-            made.setdefault(name, []).append((step.number, value))
+    of_training = ((step.number, step.values()) for step in found)
+    of_client = ((number, metrics.items()) for number, metrics in by_step(recorded).items())
+    for number, values in (*of_training, *of_client):
+        for name, value in values:
+            made.setdefault(name, []).append((number, value))
     return made
 
 

@@ -13,7 +13,7 @@ from app.domain.results import CriticOutput, ForwardBackwardOutput, OptimStepOut
 
 LOSS_SUM = "loss:sum"
 # A custom loss may answer thousands of metrics with names of 64 characters, and each run keeps 1,000 points.
-_MOST_METRICS, _MOST_NAMES = 16, 256
+MOST_METRICS, _MOST_NAMES = 16, 256
 # A longer pause between two calls is no part of the training.
 _IDLE_S = 600.0
 
@@ -40,6 +40,15 @@ class Point:
         """The mean loss of a token; None for a call without a loss."""
         total = self.metrics.get(LOSS_SUM)
         return total / self.weight if total is not None and self.weight else None
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Metrics that a client recorded for a step of its run: the number of an optimizer step from 1, or 0 for a time
+    before the first."""
+
+    step: int
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +109,8 @@ def point_of(op: object, output: Output) -> Point | None:
 
 
 def _some(metrics: Mapping[str, float]) -> dict[str, float]:
-    """At most _MOST_METRICS metrics in six digits, with names of _MOST_NAMES characters in all; first the loss."""
-    names = sorted(metrics, key=lambda name: name != LOSS_SUM)[:_MOST_METRICS]
+    """At most MOST_METRICS metrics in six digits, with names of _MOST_NAMES characters in all; first the loss."""
+    names = sorted(metrics, key=lambda name: name != LOSS_SUM)[:MOST_METRICS]
     ends = accumulate(map(len, names))
     return {name: float(f"{metrics[name]:.6g}") for name, end in zip(names, ends, strict=True) if end <= _MOST_NAMES}
 

@@ -10,6 +10,7 @@ from typing import Any
 from app import ids
 from app.domain.accounts import Caller
 from app.domain.ops import CreateModel, LoraSpec, ModelSpec
+from app.domain.progress import Recorded
 from app.domain.records import Model, Session
 from app.errors import BadRequest, NotFound
 from app.services.admission import AdmissionService
@@ -172,6 +173,14 @@ class RunService:
         shown, cursor = page.of(found)
         runs = self._records.read(Model.namespace, [id_ for _, id_ in shown])
         return [_state(id_, fields) for id_, fields in runs if fields and load(Model, fields).owner in within], cursor
+
+    def record(self, caller: Caller, metrics: Mapping[str, Sequence[Recorded]]) -> None:
+        """Keeps metrics that the caller recorded, by run. Raises NotFound or Forbidden for a run that is not the
+        caller's to train; then none is kept. Raises Unavailable."""
+        for model_id in metrics:
+            load_owned(self._records, Model, model_id, caller)
+        for model_id, found in metrics.items():
+            self._records.record(model_id, found)
 
     def list_checkpoints(self, model_id: str, caller: Caller) -> list[dict[str, Any]]:
         """A run's checkpoints, newest first; of another project's run only the public ones. Raises NotFound for a run

@@ -14,6 +14,9 @@ from tinker import types
 from tinker.lib.api_future_impl import QueueState
 from tinker.types import SessionSearchRequest
 
+from app.domain.progress import Recorded
+from app.stores.redis.client import connect
+from app.stores.redis.records import RedisRecords
 from tests.contract.data import ADAM, logprobs, sentences, supervised
 from tests.contract.stack import API_KEY, BASE, Stack
 
@@ -117,6 +120,15 @@ def test_what_clients_say_of_themselves_names_their_session_and_run(
     assert training.get_console_url().endswith(run_id)
     rest = service.create_rest_client()
     assert all(client.get_telemetry() is not None for client in (service, training, rest))
+
+
+def test_metrics_that_a_client_reports_with_the_sdk_are_kept_for_its_run(stack: Stack):
+    with stack.client() as client:
+        training = client.create_lora_training_client(base_model=BASE, rank=8).result()
+        run_id = training.get_info().model_id
+        training.get_telemetry().log("metrics", {"model_id": run_id, "step": 1, "metrics": {"reward": 0.75}})
+    with connect(stack.settings().redis.url) as state:
+        assert RedisRecords(state).recorded([run_id]) == [[Recorded(1, {"reward": 0.75})]]
 
 
 def test_a_sampler_made_from_what_a_client_holds_samples_and_says_why_it_waits(

@@ -34,6 +34,7 @@ def bodies(api: Api) -> dict[str, dict[str, Any]]:
     lora = {"rank": 4, "seed": 1, "train_mlp": True}
     upload = {"base_model": BASE, "lora_config": lora, "destination_project_id": None}
     upload_id = api.post("external_weights_upload_start", upload).json["upload_id"]
+    metrics = {"model_id": model, "step": 1, "metrics": {"reward": 0.5}}
     create = {"session_id": session, "model_seq_id": 7, "base_model": BASE, "lora_config": lora, "user_metadata": {}}
     return {
         "create_session": {"tags": ["a"], "user_metadata": {"a": 1}, "display_name": "x"},
@@ -63,6 +64,7 @@ def bodies(api: Api) -> dict[str, dict[str, Any]]:
         "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 1, "model_path": path},
         "asample": sample_body(api.sampler(), sampling_params={"seed": 1, "top_k": 5, "stop": [1], "max_tokens": 1}),
         "retrieve_future": {"request_id": f"{model}:0"},
+        "telemetry": {"events": [{"event": "GENERIC_EVENT", "event_name": "metrics", "event_data": metrics}]},
     }
 
 

@@ -29,7 +29,6 @@ NO_IDS = {
     "POST /api/v1/client/dynamic_config",
     "POST /api/v1/create_session",
     "POST /api/v1/external_weights_upload_start",
-    "POST /api/v1/telemetry",
     "GET /api/v1/get_server_capabilities",
     "GET /oai/api/v1/models",
     "GET /anthropic/v1/models",

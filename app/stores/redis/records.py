@@ -11,7 +11,7 @@ from typing import Literal, TypeVar, cast
 import redis
 
 from app.domain.accounts import Account, Key, Organisation, Project, User
-from app.domain.progress import Point, Progress
+from app.domain.progress import Point, Progress, Recorded
 from app.domain.records import Checkpoint, Demand, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Upload, Worker
 from app.errors import NotFound, TooLarge, Unavailable
 from app.settings import EngineSettings
@@ -311,6 +311,19 @@ class RedisRecords:
             Progress(int(steps or 0), int(tokens or 0), [_point(*row) for row in reversed(rows)])
             for (steps, tokens), rows in zip(found[::2], found[1::2], strict=True)
         ]
+
+    def record(self, model_id: str, found: Iterable[Recorded]) -> None:
+        """Keeps metrics that a client recorded for a run; nothing happens once the run has ended. Raises Unavailable
+        while there is no room."""
+        self._run("record", model_id, *(json.dumps([one.step, one.metrics]) for one in found))
+
+    def recorded(self, model_ids: Sequence[str]) -> Sequence[Sequence[Recorded]]:
+        """The metrics that clients recorded for each run, the oldest first."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for model_id in model_ids:
+                pipe.xrange(keys.recorded(model_id))
+            found = pipe.execute()
+        return [[Recorded(*json.loads(fields[b"point"])) for _, fields in rows] for rows in found]
 
     def note(self, ledger: Ledger, project: str, key: str, text: str, *, urgent: bool = False) -> None:
         """Writes an entry on this hour's page of a project's book (app/stores/pages.py), unless the page has an entry

@@ -32,10 +32,17 @@ MUTANTS = (
         f"{_PROGRESS}::test_only_the_newest_points_are_kept",
     ),
     Mutant(
+        "progress: only the newest metrics of a client",
+        f"{_LUA}/records.lua",
+        "'MAXLEN', MOST_POINTS, '*'",
+        "'*'",
+        f"{_PROGRESS}::test_metrics_of_a_client_are_kept_in_their_order_and_bounded",
+    ),
+    Mutant(
         "progress: a run that ended",
         f"{_LUA}/lifecycle.lua",
-        ", 'tinsmith:progress:' .. model)",
-        ")",
+        ", 'tinsmith:progress:' .. model, ",
+        ", ",
         f"{_PROGRESS}::test_it_is_gone_with_its_run",
     ),
     Mutant(

@@ -205,7 +205,7 @@ if not head[4] then
     redis.call('DEL', 'tinsmith:handovers:' .. prefix)
     redis.call('ZREM', 'tinsmith:index:handovers', prefix)
   end
-  redis.call('DEL', 'tinsmith:lease:' .. model, 'tinsmith:progress:' .. model)
+  redis.call('DEL', 'tinsmith:lease:' .. model, 'tinsmith:progress:' .. model, 'tinsmith:recorded:' .. model)
   redis.call('ZREM', 'tinsmith:pending', model)
   redis.call('HDEL', 'tinsmith:pending_queue', model)
 end

@@ -96,6 +96,21 @@ redis.call('HSET', key, unpack(ARGV, 4))
 redis.call('ZADD', 'tinsmith:index:' .. ARGV[1], 0, ARGV[2])
 return 1
 
+-- script: record
+-- needs: no_room
+-- Keep metrics that a client recorded for a run. ARGV: model id, [step, {name: value}] as JSON, ... Returns 1, or 0 when
+-- the run does not exist or has ended.
+local MOST_POINTS = 1000  -- 800 kB a model at most
+local KEPT_S = 30 * 24 * 3600  -- after the last of them
+local head = redis.call('HMGET', 'tinsmith:models:' .. ARGV[1], 'owner', 'ended')
+if not head[1] or head[2] then return 0 end
+local refusal = no_room(0)
+if refusal then return refusal end
+local key = 'tinsmith:recorded:' .. ARGV[1]
+for i = 2, #ARGV do redis.call('XADD', key, 'MAXLEN', MOST_POINTS, '*', 'point', ARGV[i]) end
+redis.call('EXPIRE', key, KEPT_S)
+return 1
+
 -- script: update flags=allow-oom
 -- Set fields of an existing record. ARGV: namespace, id, field, value, ... Returns 1, or 0 when it does not exist.
 local key = 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[2]
@@ -107,7 +122,9 @@ return 1
 -- needs: change_record
 -- Delete a record. ARGV: namespace, id. Returns 0.
 -- A process of an earlier version leaves the progress of a run that it ends.
-if ARGV[1] == 'models' then redis.call('DEL', 'tinsmith:progress:' .. ARGV[2]) end
+if ARGV[1] == 'models' then
+  redis.call('DEL', 'tinsmith:progress:' .. ARGV[2], 'tinsmith:recorded:' .. ARGV[2])
+end
 change_record(ARGV[1], ARGV[2], function()
   redis.call('DEL', 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[2])
   redis.call('ZREM', 'tinsmith:index:' .. ARGV[1], ARGV[2])

@@ -34,7 +34,7 @@ CONSOLE = "/console"
 # Other clients read other formats of errors.
 FORMS = {"oai": {"error"}, "anthropic": {"type", "error", "request_id"}}
 
-# No request to them changes a resource of a project.
+# No request to them changes a resource of a project; telemetry asks for a scope where it holds metrics.
 READING = {
     f"{API}/{name}"
     for name in (

@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from tinker.types.client_config_response import ClientConfigResponse
 from tinker.types.client_dynamic_config_response import ClientDynamicConfigResponse
 from tinker.types.get_server_capabilities_response import GetServerCapabilitiesResponse
 
 from app import create_app
+from app.domain.progress import Recorded
 from app.domain.records import Refusal, Session, Worker
 from app.settings import BaseModelSettings, SamplerSettings, Settings
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.records import dump, load
-from tests.unit.app.conftest import API, BASE, CONTEXT, KEY, Api
+from tests.unit.app.conftest import API, BASE, CONTEXT, KEY, OTHER_KEY, Api
+from tests.unit.app.tenant import Tenant
 
 
 def test_the_sdk_takes_the_config_and_its_sampling_limit_from_poll_capacity(api: Api) -> None:
@@ -46,8 +51,47 @@ def test_every_sdk_is_asked_to_use_the_transport_that_loses_no_cancellation(
     assert not ClientConfigResponse(**answer).use_pyqwest_transport
 
 
-def test_telemetry_is_accepted_whatever_it_holds(api: Api) -> None:
-    assert api.post("telemetry", data=b"\xff not json").json == {"status": "accepted"}
+@pytest.mark.parametrize(
+    "body", [b"\xff not json", b"", b"x" * (3 * 2**20), b'{"events": [{"event": "SESSION_START"}]}', b"[" * 1000]
+)
+def test_telemetry_is_accepted_whatever_it_holds(api: Api, body: bytes) -> None:
+    assert api.post("telemetry", data=body).json == {"status": "accepted"}
+
+
+def _metrics(model: str, reward: float = 0.5) -> dict[str, Any]:
+    data = {"model_id": model, "step": 1, "metrics": {"reward": reward}}
+    return {"event": "GENERIC_EVENT", "event_name": "metrics", "event_data": data}
+
+
+def test_a_client_records_metrics_of_its_runs(api: Api) -> None:
+    model = api.model()
+    assert api.post("telemetry", {"events": [_metrics(model), {"event": "SESSION_END"}]}).json["status"] == "accepted"
+    assert api.services.records.recorded([model]) == [[Recorded(1, {"reward": 0.5})]]
+
+
+def test_metrics_of_a_run_of_others_are_refused_as_those_of_a_missing_one_and_none_is_kept(api: Api) -> None:
+    model, stranger = api.model(), replace(api, key=OTHER_KEY)
+    own = stranger.model()
+    answers = []
+    for other in (model, "missing:train:0"):
+        answer = stranger.post("telemetry", {"events": [_metrics(own), _metrics(other)]})
+        answers.append((answer.status_code, answer.text.replace(other, "")))
+    assert answers[0] == answers[1] and answers[0][0] == 404
+    assert api.services.records.recorded([model, own]) == [[], []]
+
+
+def test_metrics_need_a_key_and_a_role_that_may_train(tenant: Tenant) -> None:
+    model, events = tenant.ids["model"], {"events": [_metrics(tenant.ids["model"])]}
+    for key, status in ((tenant.key("viewer"), 403), (tenant.key("member", ["sample"]), 403)):
+        api = replace(tenant.api, key=key)
+        assert api.post("telemetry", events).status_code == status
+        assert api.post("telemetry", {"events": [{"event": "SESSION_START"}]}).status_code == 200
+    assert tenant.api.services.records.recorded([model]) == [[]]
+
+
+def test_wrong_metrics_are_refused_in_words(api: Api) -> None:
+    answer = api.post("telemetry", {"events": [{**_metrics("x"), "event_data": {"model_id": "x", "step": "first"}}]})
+    assert answer.status_code == 400 and "step" in answer.json["detail"]
 
 
 def test_a_session_beats_and_keeps_its_first_finish(api: Api, state_url: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import redis
 from flask import Flask
 
-from app.domain.progress import Point
+from app.domain.progress import Point, Recorded
 from app.domain.results import Result
 from app.services.tenants.access import Tokens
 from app.services.tenants.accounts import AccountService
@@ -262,6 +262,20 @@ def test_the_curves_are_downloaded_as_csv(api: Api, browser: Callable[..., Brows
     assert [(row["step"], row["tokens"], row["loss"], row["grad_norm"]) for row in rows] == [
         ("1", "100", "3.0", "0.25"),
         ("2", "100", "1.25", "0.25"),
+    ]
+
+
+def test_metrics_of_a_client_are_drawn_downloaded_and_compared(api: Api, browser: Callable[..., Browser]) -> None:
+    model = trained(api, [3.0, 1.25])
+    api.services.records.record(model, [Recorded(0, {"reward": 0.25}), Recorded(2, {"reward": 0.75})])
+    logged_in = browser()
+    for page in (f"runs/{model}", f"compare?run={model}"):
+        assert "client/reward: " in logged_in.get(page).text and "to 0.75 at step 2" in logged_in.get(page).text
+    rows = list(csv.DictReader(logged_in.get(f"runs/{model}/curves.csv").text.splitlines()))
+    assert [(row["step"], row["tokens"], row["grad_norm"], row["client/reward"]) for row in rows] == [
+        ("0", "", "", "0.25"),
+        ("1", "100", "0.25", ""),
+        ("2", "100", "0.25", "0.75"),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.domain.curves import curves, steps
-from app.domain.progress import Point, Progress
+from app.domain.progress import Point, Progress, Recorded
 
 
 def call(loss: float, weight: float = 1.0, tokens: int = 100, **metrics: float) -> Point:
@@ -32,6 +32,18 @@ def test_a_metric_of_several_calls_is_merged_by_its_reduction(name: str, merged:
     batch = [call(1.0, tokens=300, **{name: 2.0}), call(1.0, tokens=100, **{name: 7.0}), call(1.0, tokens=900), step()]
     (found,) = steps(Progress(1, 0, batch))
     assert found.metrics[name.replace("__", ":")] == merged
+
+
+def test_metrics_of_a_client_are_curves_of_their_own_by_their_step() -> None:
+    recorded = [
+        Recorded(2, {"reward": 1.0, "loss": 7.0}),
+        Recorded(0, {"reward": 0.25}),
+        Recorded(2, {"reward": 1.5}),
+    ]
+    found = curves(steps(Progress(1, 0, [call(3.0), step()])), recorded)
+    assert found["loss"] == [(1, 3.0)] and found["client/loss"] == [(2, 7.0)]
+    assert found["client/reward"] == [(0, 0.25), (2, 1.5)], "in the order of the steps, with the newest value of each"
+    assert list(found)[-2:] == ["client/reward", "client/loss"]
 
 
 def test_calls_that_no_step_has_followed_are_no_step() -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from app.domain.progress import Point
+from app.domain.progress import Point, Recorded
 from app.domain.records import Model
 from app.errors import Fenced
 from app.settings import EngineSettings
@@ -49,6 +49,31 @@ def test_a_point_of_a_newer_worker_is_read(oplog, client):
     client.xadd(keys.progress(MODEL), {"seq": 1, "kind": STEP.kind, "point": json.dumps(point)})
     [found] = RedisRecords(client).progress([MODEL], 1)
     assert found.points[0].metrics == {"grad_norm": 4.0}
+
+
+def test_metrics_of_a_client_are_kept_in_their_order_and_bounded(oplog, client):
+    committed(oplog, [STEP])
+    records = RedisRecords(client)
+    records.record(MODEL, [Recorded(step, {"reward": step / 2}) for step in range(600)])
+    records.record(MODEL, [Recorded(step, {"reward": step / 2}) for step in range(600, MOST + 5)])
+    none, found = records.recorded(["unknown", MODEL])
+    assert none == [] and found == [Recorded(step, {"reward": step / 2}) for step in range(5, MOST + 5)]
+    assert 29 < client.ttl(keys.recorded(MODEL)) / (24 * 3600) <= 30
+    [progress] = records.progress([MODEL], MOST)
+    assert len(progress.points) == 1, "they take no place of those of training"
+
+
+@pytest.mark.parametrize("ends", ["ends", "deleted"])
+def test_metrics_of_a_client_are_gone_with_the_run_and_none_are_added(oplog, client, ends):
+    committed(oplog, [STEP])
+    records = RedisRecords(client)
+    records.record(MODEL, [Recorded(1, {"reward": 1.0})])
+    if ends == "ends":
+        RedisLifecycle(client, EngineSettings()).end_model(MODEL)
+    else:
+        records.delete(Model.namespace, MODEL)
+    records.record(MODEL, [Recorded(2, {"reward": 1.0})])
+    assert records.recorded([MODEL]) == [[]] and not client.exists(keys.recorded(MODEL))
 
 
 def test_points_are_kept_for_a_month_after_the_last(oplog, client):
