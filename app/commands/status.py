@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import cast
 from urllib.parse import urlsplit
 
 import redis
@@ -23,7 +22,6 @@ from app.domain.records import Model, Worker
 from app.settings import Settings
 from app.stack.config import Options
 from app.stack.terminal import show, visible
-from app.stores.redis import keys
 from app.stores.redis.backlog import RedisBacklog
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords, load
@@ -117,7 +115,7 @@ def read(client: redis.Redis, settings: Settings, most_runs: int) -> StackState:
     now = records.now()
     unfinished = RedisBacklog(client, settings.engine).unfinished(_MOST_WAITING)
     waiting = {line.model_id: (line.waiting, line.running) for line in unfinished.models}
-    runs = sorted(_runs(client, records, waiting, now), key=lambda run: run.idle_s)
+    runs = sorted(_runs(records, waiting, now), key=lambda run: run.idle_s)
     held = Counter(run.worker for run in runs)
     shown = _with_progress(records, runs[:most_runs], now)
     workers = [(node, load(Worker, fields)) for node, fields in records.list(Worker.namespace)]
@@ -146,14 +144,12 @@ def _worker(node: str, worker: Worker, runs: int, now: float) -> WorkerState:
     )
 
 
-def _runs(
-    client: redis.Redis, records: RedisRecords, waiting: Mapping[str, tuple[int, bool]], now: float
-) -> Iterator[RunState]:
+def _runs(records: RedisRecords, waiting: Mapping[str, tuple[int, bool]], now: float) -> Iterator[RunState]:
     for model_id, fields in records.list(Model.namespace):
         model = load(Model, fields)
         if "ended" in fields or model.copied_from:
             continue
-        holder = cast("bytes | None", client.get(keys.lease(model_id)))
+        (holder,) = records.holders([model_id])
         calls, running = waiting.get(model_id, (0, False))
         yield RunState(
             id=model_id,
@@ -164,7 +160,7 @@ def _runs(
             calls=int(fields.get("applied", -1)) + 1,
             waiting=calls,
             running=running,
-            worker=holder.decode().rpartition("/")[0] if holder else "",
+            worker=holder,
             idle_s=max(0.0, now - float(fields.get("last_request", 1000 * model.created)) / 1000),
         )
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 import redis
 from flask import Blueprint, Response, g, redirect, render_template, request, url_for
@@ -120,7 +121,8 @@ def show_run(run: str) -> str:
     (progress,) = _progress([described], _MOST_POINTS).values()
     (recorded,) = services().records.recorded([run])
     drawn = charts.charts({_brief_id(run): curves(steps(progress), recorded)})
-    shown = {"run": described, "progress": progress, "charts": drawn, "now": _now()}
+    (holder,) = services().records.holders([run])
+    shown = {"run": described, "progress": progress, "charts": drawn, "holder": holder, "now": _now()}
     if _is_part():
         return render_template("curves.html", **shown)
     checkpoints = services().runs.list_checkpoints(run, current_caller())
@@ -179,6 +181,13 @@ def checkpoints() -> str:
     return render_template("checkpoints.html", checkpoints=found["checkpoints"], cursor=found["cursor"])
 
 
+@blueprint.get("/checkpoints/download")
+def download() -> AnyResponse:
+    """The archive of a checkpoint, through the same signed URL as the API's, on the address that the browser uses."""
+    url, _ = services().archives.url(TinkerPath.parse(request.args.get("path", "")), current_caller())
+    return redirect(urlsplit(url)._replace(scheme="", netloc="").geturl())
+
+
 @blueprint.post("/checkpoints/publish")
 @needs("manage")
 def publish() -> AnyResponse:
@@ -218,11 +227,23 @@ def delete() -> AnyResponse:
 
 @blueprint.get("/queue")
 def queue() -> str:
-    """The workers, and the user's waiting calls with their places. htmx loads the tables alone every two seconds."""
+    """The user's waiting calls with their places, and the workers with those of the user's newest runs that they hold.
+    htmx loads the tables alone every two seconds."""
     calls = services().queue.list(current_caller(), Page(0, _MOST_CALLS))
     workers = sorted(services().bases.workers().items())
     template = "queue_tables.html" if _is_part() else "queue.html"
-    return render_template(template, calls=calls["calls"], cursor=calls["cursor"], workers=workers, now=_now())
+    runs, _ = services().runs.list_states(current_caller(), "accessible", None, Page(0, _MOST_CALLS))
+    held = _held([run["training_run_id"] for run in runs])
+    shown = {"calls": calls["calls"], "cursor": calls["cursor"], "workers": workers, "held": held}
+    return render_template(template, **shown, now=_now())
+
+
+def _held(runs: Sequence[str]) -> Mapping[str, Sequence[str]]:
+    """The runs that each worker holds in memory, by its node."""
+    found: dict[str, list[str]] = {}
+    for run, node in zip(runs, services().records.holders(runs), strict=True):
+        found.setdefault(node, []).append(run)
+    return found
 
 
 def _progress(runs: Sequence[Mapping[str, Any]], most_points: int) -> dict[str, Progress]:

@@ -312,6 +312,12 @@ class RedisRecords:
             for (steps, tokens), rows in zip(found[::2], found[1::2], strict=True)
         ]
 
+    def holders(self, model_ids: Sequence[str]) -> Sequence[str]:
+        """The node of the worker that holds each model in memory; empty if none does."""
+        leases = [keys.lease(model_id) for model_id in model_ids]
+        found = cast("list[bytes | None]", self._redis.mget(leases) if leases else [])
+        return [lease.decode().rpartition("/")[0] if lease else "" for lease in found]
+
     def record(self, model_id: str, found: Iterable[Recorded]) -> None:
         """Keeps metrics that a client recorded for a run; nothing happens once the run has ended. Raises Unavailable
         while there is no room."""

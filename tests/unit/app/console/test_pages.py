@@ -19,9 +19,11 @@ from app.domain.results import Result
 from app.services.tenants.access import Tokens
 from app.services.tenants.accounts import AccountService
 from app.stores.objects.accounts import AccountFiles
+from app.stores.redis import keys
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import OwnedElsewhere
 from tests.logs import everything_logged
+from tests.unit.app.api.test_archives import stored
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import KEY, OTHER_KEY, Api, batch
 from tests.unit.app.console.conftest import Browser
@@ -33,6 +35,7 @@ PAGES = [
     "runs/x/curves.csv",
     "compare",
     "checkpoints",
+    "checkpoints/download?path=tinker://a/weights/b",
     "queue",
     "account",
     "usage",
@@ -347,6 +350,30 @@ def test_waiting_calls_are_shown_with_their_reason(api: Api, browser: Callable[.
     (call,) = cast(Any, api.get("queue").json)["calls"]
     assert "optim_step" in page and call["reason"] in unescape(page)
     assert "trainer-0" in page
+
+
+def test_the_worker_that_holds_a_run_is_shown_beside_it_and_only_to_those_who_see_the_run(
+    api: Api, browser: Callable[..., Browser]
+) -> None:
+    model = trained(api, [1.0])
+    node = next(iter(api.services.bases.workers()))
+    api.services.oplog._redis.set(keys.lease(model), f"{node}/boot")
+    own = browser()
+    assert f'href="/console/runs/{model}"' in own.get("queue").text.replace("%3A", ":")
+    assert f"<dt>Held by</dt><dd>{node.partition('@')[0]}</dd>" in own.get(f"runs/{model}").text
+    assert model[:8] not in browser(OTHER_KEY).get("queue").text
+
+
+def test_a_checkpoint_is_downloaded_from_the_address_that_the_browser_uses(
+    api: Api, browser: Callable[..., Browser]
+) -> None:
+    path = f"tinker://{stored(api, 'archived/console')}/weights/a"
+    logged_in = browser()
+    (link,) = re.findall(r'href="/console/(checkpoints/download[^"]+)"', logged_in.get("checkpoints").text)
+    answer = logged_in.get(unescape(link))
+    assert answer.status_code == 302 and answer.headers["Location"].startswith("/api/v1/archives/")
+    assert api.client.get(answer.headers["Location"]).mimetype == "application/x-tar"
+    assert browser(OTHER_KEY).get(f"checkpoints/download?path={path}").status_code == 404
 
 
 def test_text_of_a_client_is_text_on_the_page(api: Api, browser: Callable[..., Browser]) -> None:
