@@ -12,6 +12,8 @@ from flask import Blueprint, render_template, request
 from app.api.base import current_caller, services
 from app.domain.results import CACHED, PREFILLED, SAMPLED, SAVED, TRAINED
 from app.errors import BadRequest
+from app.ids import session_of
+from app.services.tenants.access import check_role
 from app.services.tenants.usage import LONGEST
 
 _HOUR, _FIRST = timedelta(hours=1), date(1970, 1, 1)
@@ -29,6 +31,7 @@ def add(blueprint: Blueprint) -> None:
     blueprint.add_url_rule("/account", "account", _show_account)
     blueprint.add_url_rule("/usage", "usage", _show_usage)
     blueprint.add_url_rule("/events", "events", _show_events)
+    blueprint.add_url_rule("/runs/<run>/events", "run_events", _show_run_events)
 
 
 def _show_account() -> str:
@@ -57,9 +60,29 @@ def _show_events() -> str:
     if not _FIRST <= day <= today:
         raise BadRequest(f"there are no changes on {day}: give a day from {_FIRST} to {today}")
     entries = services().audit.read(current_caller(), "all", day)
+    title, empty = f"Changes on {day}", "Nothing was changed on this day."
     before, after = (day + timedelta(days=days) for days in (-1, 1))
     near = {"before": before if before >= _FIRST else None, "after": after if after <= today else None}
-    return render_template("events.html", day=day, entries=entries[::-1], **near)
+    return render_template("events.html", title=title, empty=empty, entries=entries[::-1], **near)
+
+
+def _show_run_events(run: str) -> str:
+    """The audit log of a run and its checkpoints over the last days. Raises NotFound, and Forbidden for all but admins
+    of its project."""
+    caller, days = current_caller(), LONGEST.days
+    owner = services().runs.describe_state(run, caller)["model_owner"]
+    check_role(caller, owner, "admin")
+    found = services().audit.of([owner], "all", _now().date() - timedelta(days - 1), days)
+    entries = [entry for entry in found if _is_about(entry, run)]
+    title, empty = f"Changes to run {run}", f"Nothing of it was changed in {days} days."
+    return render_template("events.html", title=title, empty=empty, entries=entries[::-1])
+
+
+def _is_about(entry: Mapping[str, Any], run: str) -> bool:
+    """True for an entry about the run, one of its checkpoints, or its session."""
+    details = entry["event_details"]
+    is_checkpoint = str(details.get("tinker_path", "")).startswith(f"tinker://{run}/")
+    return is_checkpoint or details.get("model_id") == run or details.get("session_id") == session_of(run)
 
 
 def _now() -> datetime:

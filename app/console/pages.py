@@ -126,7 +126,8 @@ def show_run(run: str) -> str:
     if _is_part():
         return render_template("curves.html", **shown)
     checkpoints = services().runs.list_checkpoints(run, current_caller())
-    return render_template("run.html", checkpoints=checkpoints, **shown)
+    is_admin = current_caller().may("admin", described["model_owner"])
+    return render_template("run.html", checkpoints=checkpoints, is_admin=is_admin, **shown)
 
 
 @blueprint.get("/runs/<run>/curves.csv")

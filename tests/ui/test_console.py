@@ -111,6 +111,9 @@ def test_every_page_is_accessible_and_fits_the_screen(opened: Opener, size: str,
     log_in(page)
     _check(page, "runs", size, scheme)
     _check(newest_run(page), "run", size, scheme)
+    page.get_by_role("link", name="Changes to this run").click()
+    expect(page.get_by_role("region")).to_contain_text("checkpoint save")
+    _check(page, "run-events", size, scheme)
     page.get_by_role("link", name="Compare", exact=True).click()
     for box in page.get_by_role("checkbox").all():
         box.check()

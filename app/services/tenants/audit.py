@@ -74,10 +74,10 @@ class AuditService:
         asked = datetime.fromtimestamp(self.records.now(), UTC).date() if day is None else day
         return self.of(admin_projects(caller), event_type, asked)
 
-    def of(self, scopes: list[str], event_type: EventType, day: date) -> list[dict[str, Any]]:
-        """The same entries for any projects and organisations."""
+    def of(self, scopes: list[str], event_type: EventType, day: date, days: int = 1) -> list[dict[str, Any]]:
+        """The same entries for any projects and organisations, of so many days from `day` on."""
         first = int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()) // HOUR_S
-        pages = self.ledger.read("audit", scopes, range(first, first + _DAY_H))
+        pages = self.ledger.read("audit", scopes, range(first, first + days * _DAY_H))
         found = sorted((_parsed(text) for fields in pages.values() for text in fields.values()), key=lambda one: one[0])
         return [_view(ms, entry) for ms, entry in found if _is_of(entry["event"], event_type)]
 

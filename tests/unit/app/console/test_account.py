@@ -12,7 +12,8 @@ from app.domain.results import Result
 from app.services.tenants.accounts import AccountService
 from app.stores.objects.accounts import AccountFiles
 from app.stores.redis.types import Lease
-from tests.unit.app.conftest import BASE, Api, batch
+from tests.pages import age
+from tests.unit.app.conftest import BASE, KEY, Api, batch
 from tests.unit.app.console.conftest import Browser
 from tests.unit.app.tenant import Tenant, make_tenant
 
@@ -92,6 +93,28 @@ def test_an_admin_sees_the_changes_of_a_day_the_newest_first(api: Api, tenant: T
     assert len(found) > 1
     yesterday = logged_in.get(f"events?day={today - timedelta(days=1)}").text
     assert "Nothing was changed" in yesterday and f"day={today}" in yesterday
+
+
+def test_an_admin_sees_the_changes_to_one_run_over_days(api: Api, tenant: Tenant, browser: Browsers) -> None:
+    run, path = tenant.ids["model"], tenant.ids["path"]
+    other = Api(api.client, api.services, tenant.key("member")).model()
+    logged_in = browser(tenant.key("admin"))
+    assert f'href="/console/runs/{run}/events"' in logged_in.get(f"runs/{run}").text.replace("%3A", ":")
+    logged_in.post("checkpoints/publish", path=path, public="yes")
+    age(api.services.oplog._redis, hours=72)
+    logged_in.post("checkpoints/publish", path=path, public="no")
+    found = rows(logged_in.get(f"runs/{run}/events").text, f"Changes to run {run}")
+    assert [cells[1] for cells in found][:2] == ["checkpoint unpublish", "checkpoint publish"]
+    assert "run create" in [cells[1] for cells in found]
+    assert other not in str(found)
+
+
+def test_the_changes_to_a_run_are_seen_by_its_admins_alone(tenant: Tenant, browser: Browsers) -> None:
+    run = tenant.ids["model"]
+    member, stranger = browser(tenant.key("member")), browser(KEY)
+    assert "/events" not in member.get(f"runs/{run}").text
+    assert member.get(f"runs/{run}/events").status_code == 403
+    assert stranger.get(f"runs/{run}/events").status_code == 404
 
 
 def test_nobody_else_sees_changes_or_usage(tenant: Tenant, browser: Browsers) -> None:

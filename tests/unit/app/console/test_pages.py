@@ -33,6 +33,7 @@ PAGES = [
     "runs",
     "runs/x",
     "runs/x/curves.csv",
+    "runs/x/events",
     "compare",
     "checkpoints",
     "checkpoints/download?path=tinker://a/weights/b",
