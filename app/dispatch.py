@@ -1,12 +1,20 @@
-"""Dispatch through Celery: one named task for each future. The task id is the request id; the task has no payload.
+"""Dispatch through Celery, and the task events of futures. The task id is the request id; the task has no payload.
 
-Dispatch is best effort: the journal is the truth, so a lost, doubled or reordered message changes nothing.
+Dispatch is best effort: the journal is the truth, so a lost, doubled or reordered message changes nothing. A future may
+take several messages, and a message may run several futures. So the events that Flower shows are not those of Celery's
+messages: the API and the workers send them for the future itself.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import queue
+import threading
+import time
 import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import redis
 from celery import Celery
@@ -28,6 +36,10 @@ KINDS = (
 )
 TICK = "tinsmith.tick"
 _CONTROL_REPLY_S = 60
+# Most events that wait while the broker hangs; further ones are lost.
+_MOST_EVENTS = 10_000
+_SENT_TOGETHER = 100
+_LONGEST_REASON = 200
 
 
 def task_name(kind: str) -> str:
@@ -94,22 +106,105 @@ def celery_app(settings: Settings) -> Celery:
     return app
 
 
+class TaskEvents:
+    """Celery's task events of futures, as Flower reads them. A thread sends them, so that no call and no Op waits for
+    the broker. Events that cannot be sent are lost.
+
+    `node` is the worker that Flower shows beside a task; the API has none.
+    """
+
+    def __init__(self, celery: Celery, node: str | None = None) -> None:
+        self._celery, self._node = celery, node
+        self._waiting: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue(_MOST_EVENTS)
+        self._thread = threading.Thread(target=self._run, name="task-events", daemon=True)
+        self._starting = threading.Lock()
+
+    def admitted(self, request_id: str, kind: str, project: str) -> None:
+        """The future waits: PENDING in Flower."""
+        if self._celery.conf.task_send_sent_event:
+            self._put("task-sent", request_id, **_described(request_id, kind, project))
+
+    def started(self, request_id: str, kind: str, project: str, attempts: int) -> None:
+        """An attempt begins: STARTED. `attempts` is the number of earlier ones that ended with their worker."""
+        if attempts:
+            self.retried(request_id, f"attempt {attempts} ended with its worker")
+        described = _described(request_id, kind, project)
+        self._put_own("task-received", request_id, **described, retries=attempts, eta=None, expires=None)
+        self._put_own("task-started", request_id)
+
+    def retried(self, request_id: str, why: str) -> None:
+        """The attempt ended without a result, and another one follows: RETRY."""
+        self._put_own("task-retried", request_id, exception=why[:_LONGEST_REASON], traceback="")
+
+    def ended(self, request_id: str, *, failed: bool, took_s: float = 0.0) -> None:
+        """The result can be read: SUCCESS or FAILURE. The reason of a failure is for the client alone."""
+        if failed:
+            self._put_own("task-failed", request_id, exception="the future failed: a poll returns why", traceback="")
+        else:
+            self._put_own("task-succeeded", request_id, result="", runtime=took_s)
+
+    def close(self) -> None:
+        """Sends the waiting events and ends the thread."""
+        if self._thread.is_alive():
+            self._waiting.put(None)
+            self._thread.join(2)
+
+    def _put_own(self, type_: str, request_id: str, **fields: Any) -> None:
+        if self._celery.conf.worker_send_task_events:
+            self._put(type_, request_id, **fields)
+
+    def _put(self, type_: str, request_id: str, **fields: Any) -> None:
+        with self._starting:
+            if self._thread.ident is None:  # late, because the API's server forks its processes
+                self._thread.start()
+        try:
+            self._waiting.put_nowait((type_, {"uuid": request_id, "timestamp": time.time(), **fields}))
+        except queue.Full:
+            log.debug("too many task events wait: one is lost")
+
+    def _run(self) -> None:
+        going_on = True
+        while going_on:
+            batch = [self._waiting.get(), *itertools.islice(self._rest(), _SENT_TOGETHER)]
+            going_on = None not in batch
+            try:
+                self._send([event for event in batch if event is not None])
+            except (OperationalError, redis.RedisError, OSError) as error:
+                log.debug("%d task events are lost: %s", len(batch), error)
+
+    def _rest(self) -> Iterator[tuple[str, dict[str, Any]] | None]:
+        while not self._waiting.empty():
+            yield self._waiting.get()
+
+    def _send(self, events: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        with self._celery.events.default_dispatcher(hostname=self._node) as dispatcher:
+            dispatcher.buffer_group = {"task"}  # one message for all of them
+            for type_, fields in events:
+                dispatcher.send(type_, **fields)
+            dispatcher.flush()
+
+
+def _described(request_id: str, kind: str, project: str) -> dict[str, str]:
+    parent = "sampling_session_id" if kind == "sample" else "model_id"
+    shown = {"project": project, parent: request_id.rpartition(":")[0]}
+    return {"name": task_name(kind), "args": "()", "kwargs": repr(shown)}
+
+
 class Dispatcher:
-    """Dispatches futures that wait in the journal."""
+    """Dispatches futures that wait in the journal. `events` are those of futures that were admitted here."""
 
     def __init__(self, celery: Celery) -> None:
         self._celery = celery
+        self.events = TaskEvents(celery)
 
     def send(self, kind: str, request_id: str, parent_id: str, queue: str) -> None:
         """Dispatches one future. Does not raise when the broker is away: the sweeper dispatches the future again.
 
-        `parent_id` is the model or sampling session. It is shown beside the task's name in Flower.
+        `parent_id` is the model or sampling session.
         """
         try:
-            self._celery.send_task(
-                task_name(kind), kwargs={"model_id": parent_id}, task_id=request_id, queue=queue, retry=False
-            )
-        except (OperationalError, OSError) as error:
+            _publish(self._celery, request_id, task_name(kind), {"model_id": parent_id}, queue)
+        except (OperationalError, redis.RedisError, OSError) as error:
             log.warning("could not dispatch %s: %s", request_id, error, extra={"request_id": request_id})
 
     def wake(self, holder: Holder) -> None:
@@ -118,8 +213,15 @@ class Dispatcher:
         TickSender(self._celery, direct_queue(queue, holder.node)).send()
 
 
+def _publish(celery: Celery, task_id: str, name: str, arguments: dict[str, str], queue: str) -> None:
+    """Publishes the message of a task, without Celery's own event."""
+    message = celery.amqp.as_task_v2(task_id, name, (), arguments, ignore_result=True)
+    with celery.producer_or_acquire() as producer:
+        celery.amqp.send_task_message(producer, name, message, queue=queue, retry=False)
+
+
 class TickSender:
-    """Sends tick messages to a worker through its own direct queue, without events: Flower does not show them."""
+    """Sends tick messages to a worker through its own direct queue."""
 
     def __init__(self, celery: Celery, queue: str) -> None:
         self._celery, self._queue = celery, queue
@@ -134,10 +236,8 @@ class TickSender:
 
     def send(self) -> bool:
         """Sends one tick. Returns False when the broker does not accept it because it is away or full."""
-        message = self._celery.amqp.as_task_v2(uuid.uuid4().hex, TICK, (), {}, ignore_result=True)
         try:
-            with self._celery.producer_or_acquire() as producer:
-                self._celery.amqp.send_task_message(producer, TICK, message, queue=self._queue, retry=False)
+            _publish(self._celery, uuid.uuid4().hex, TICK, {}, self._queue)
         except (OperationalError, redis.RedisError, OSError) as error:
             log.warning("could not send a tick to our own queue: %s", error)
             return False

@@ -14,6 +14,8 @@ from app.settings import SETTINGS_VARIABLE
 from app.stack.config import Options
 
 _LOGIN = "FLOWER_BASIC_AUTH"
+# kwargs has the model and the project.
+COLUMNS = "name,kwargs,state,uuid,received,runtime,retries,worker"
 
 
 def flower(options: Options, address: str, port: int) -> NoReturn:
@@ -29,8 +31,8 @@ def flower(options: Options, address: str, port: int) -> NoReturn:
             f"Flower on {address} would show every call to everybody; set {_LOGIN}=user:password in the environment"
         )
     os.environ[SETTINGS_VARIABLE] = str(connection.settings_file(options))
-    listening = (f"--address={address}", f"--port={port}")
-    os.execv(sys.executable, [sys.executable, "-m", "celery", "-A", "workers.celery_app", "flower", *listening])
+    options_of_flower = (f"--address={address}", f"--port={port}", f"--tasks-columns={COLUMNS}")
+    os.execv(sys.executable, [sys.executable, "-m", "celery", "-A", "workers.celery_app", "flower", *options_of_flower])
 
 
 def _is_loopback(address: str) -> bool:

@@ -78,7 +78,7 @@ class AdmissionService:
         if admission.fresh:
             queue = train_queue(model.base_model, full=model.full)
             queue = direct_queue(queue, admission.node) if admission.node else queue
-            self._announce(op.kind, admission.request_id, model_id, seq, queue)
+            self._announce(op.kind, admission.request_id, model_id, model.owner, seq, queue)
             ADMIT_SECONDS.labels(op.kind).observe(time.monotonic() - started)
         return admission.request_id
 
@@ -121,7 +121,8 @@ class AdmissionService:
         )
         if admission.fresh:
             queue = direct_queue(queue, admission.node) if admission.node else queue
-            self._announce("sample", request_id, sampler_id, seq, None if admission.throttled else queue)
+            shared = None if admission.throttled else queue
+            self._announce("sample", request_id, sampler_id, sampler.owner, seq, shared)
             ADMIT_SECONDS.labels("sample").observe(time.monotonic() - started)
         return request_id
 
@@ -144,8 +145,9 @@ class AdmissionService:
         section = base and (base.full_sampler if sampler.full else base.sampler)
         return QueueBounds(section.queue_requests, section.queue_tokens) if section else None
 
-    def _announce(self, kind: str, request_id: str, parent_id: str, seq: int, queue: str | None) -> None:
+    def _announce(self, kind: str, request_id: str, parent_id: str, project: str, seq: int, queue: str | None) -> None:
         ADMISSIONS.labels(kind).inc()
+        self._dispatcher.events.admitted(request_id, kind, project)
         log.info("admitted %s", kind, extra={"request_id": request_id, "model_id": parent_id, "seq": seq})
         if queue is not None:
             self._dispatcher.send(kind, request_id, parent_id, queue)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import requests
 import tinker
 
+from app.services.tenants.access import project_of
 from tests.contract.data import ADAM, datum, sentences, supervised
 from tests.contract.stack import API_KEY, BASE, Stack, running
 from tests.contract.test_listening import listening
@@ -62,7 +64,7 @@ def await_answer(check: Any, seconds: float = 240) -> Any:
     raise TimeoutError("Flower did not show it")
 
 
-def test_every_future_is_a_task_with_its_name_model_state_and_runtime(flower: str, training: tinker.TrainingClient):
+def test_every_future_is_a_task_with_its_project_model_state_and_runtime(flower: str, training: tinker.TrainingClient):
     training.forward_backward(supervised(), "cross_entropy")
     training.optim_step(ADAM).result()
     bad = datum(sentences(1)[0], logprobs=[-1e30] * 12, advantages=[1.0] * 12)
@@ -83,7 +85,9 @@ def test_every_future_is_a_task_with_its_name_model_state_and_runtime(flower: st
         ("tinsmith.forward_backward", "FAILURE"),
     ]
     assert all(task["runtime"] > 0 for task in tasks if task["state"] == "SUCCESS")
-    assert all("payload" not in (task["kwargs"] or "") for task in tasks)
+    shown = {"project": project_of(sha256(API_KEY.encode()).hexdigest()), "model_id": training.model_id}
+    assert {task["kwargs"] for task in tasks} == {repr(shown)}
+    assert all(task["sent"] <= task["received"] <= task["started"] for task in tasks)
 
 
 def test_with_a_login_nothing_is_shown_without_it_and_it_listens_on_loopback_alone(stack: Stack):

@@ -24,6 +24,7 @@ ELSEWHERE = {
     "README.md: .venv/bin/tinsmith up": "a download of 1.2 GB; the fixture runs `tinsmith up` with a tiny model",
     "containers.md": "Docker and the network; `make compose-train` runs the same stack",
     "examples.md": "test_examples.py runs each example",
+    "flower.md": "it runs until it is stopped; test_flower.py runs it",
     "imports.md: tinsmith import": "test_imports.py runs it on adapters of its own",
     "kubernetes.md": "a cluster; tests/unit/ops/helm and test_autoscaling.py run what needs none",
     "quickstart.md": "test_quickstart.py runs the page",

@@ -63,6 +63,7 @@ def start(settings: Settings, celery: Celery, node: str, queues: list[str]) -> s
     role = sampler_role(full=full) if samples else trainer_role(full=full)
     refusal_id = Refusal.id(role, base.name)
     parts = Parts.of(settings, celery, worker_name(node))
+    telemetry.send_task_events(dispatch.TaskEvents(celery, node))
     node_name.claim(parts.oplog, parts.worker, queue, settings.engine.lease_s)
     start_role = _start_sampler if samples else _start_trainer
     try:

@@ -1,7 +1,8 @@
 """The worker of this process as it runs: what its Celery tasks call, the tasks themselves, and the end of the process.
 
-There is one task name for each kind of future. The task's id is the request id, and no payload is sent along. A task
-ends as its future does (succeeded, failed), or as RETRY when the request has to be dispatched again.
+There is one task name for each kind of future. The task's id is the request id, and no payload is sent along. Celery
+sends no events of these tasks, because one may run several futures or none: workers/process/telemetry.py sends those of
+the futures.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import NoReturn, Protocol
 
 import redis
 from celery import Task, shared_task
-from celery.exceptions import Retry
 
 from app.dispatch import KINDS, TICK, task_name
 from app.domain.results import Result
-from app.errors import OpError, Requeue
+from app.errors import Requeue
 from workers.maintenance.leader import Sweeper
+from workers.process import telemetry
 from workers.process.liveness import Heartbeat, Watchdog
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Runtime:
             self.sweeper.stop()
             self.heartbeat.stop()
             self.close()
+            telemetry.close()
 
 
 _current: Runtime | None = None
@@ -118,25 +120,17 @@ def exit_process(why: str) -> NoReturn:
     os._exit(1)
 
 
-class FutureFailed(OpError):
-    """The future failed; the result that a poll returns holds its text."""
-
-
 def _handle(task: Task, model_id: str) -> None:
     request_id = task.request.id
     queue = task.request.delivery_info["routing_key"]
     try:
-        result = current().handle(request_id, model_id, task.name.rpartition(".")[2], queue)
+        current().handle(request_id, model_id, task.name.rpartition(".")[2], queue)
     except Requeue as reason:
-        # Raised directly: task.retry() would publish a second message, and the missing part dispatches the request
-        # itself.
-        raise Retry(str(reason)) from None
-    except Exception as error:
-        # The future is not terminal, so the task must not be either; the redispatch task dispatches the request again.
+        # Whatever is missing dispatches the request again.
+        log.debug("not now: %s", reason, extra={"request_id": request_id})
+    except Exception:
+        # The future is not terminal; the redispatch task dispatches the request again.
         log.exception("could not handle a future", extra={"request_id": request_id})
-        raise Retry(f"{request_id}: {type(error).__name__}") from error
-    if result is not None and result.failed:
-        raise FutureFailed(f"{request_id} failed")
 
 
 def _tick() -> None:
@@ -145,4 +139,4 @@ def _tick() -> None:
 
 shared_task(name=TICK, send_events=False)(_tick)
 for _kind in KINDS:
-    shared_task(bind=True, name=task_name(_kind), throws=(FutureFailed,))(_handle)
+    shared_task(bind=True, name=task_name(_kind), send_events=False)(_handle)

@@ -1,4 +1,4 @@
-"""Worker metrics (Prometheus), one log line for each Op, and the service time of calls here."""
+"""Worker metrics (Prometheus), one log line for each Op, its task events, and the service time of calls here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, start_http_server
 
+from app.dispatch import KINDS, TaskEvents
 from app.settings import METRICS_PORT_VARIABLE
 from app.stores.redis.types import Entry
 from workers.process.gpus import Gpus
@@ -110,8 +111,43 @@ def commit_refused(entry: Entry, epoch: int) -> None:
     log.warning("commit refused", extra={"request_id": entry.request_id, **where})
 
 
+_task_events: TaskEvents | None = None
+
+
+def send_task_events(events: TaskEvents) -> None:
+    """Makes this process send the task events of the Ops that it runs. It sends none before."""
+    global _task_events
+    _task_events = events
+
+
+def close() -> None:
+    """Sends what waits to be sent."""
+    if _task_events:
+        _task_events.close()
+
+
+def op_started(entry: Entry, project: str) -> None:
+    """An attempt of the Op begins."""
+    if _task_events and entry.kind in KINDS:
+        _task_events.started(entry.request_id, entry.kind, project, entry.attempts)
+
+
+def op_retried(request_id: str, kind: str, why: object) -> None:
+    """An attempt ended without a result, and another one follows."""
+    if _task_events and kind in KINDS:
+        _task_events.retried(request_id, str(why))
+
+
+def op_failed(request_id: str, kind: str) -> None:
+    """An Op failed without an attempt here: it was cancelled, or nothing can run it any more."""
+    if _task_events and kind in KINDS:
+        _task_events.ended(request_id, failed=True)
+
+
 def op_done(entry: Entry, *, failed: bool, run_s: float, commit_s: float, ops_in_pass: int = 1) -> None:
     state = "failed" if failed else "done"
+    if _task_events and entry.kind in KINDS:
+        _task_events.ended(entry.request_id, failed=failed, took_s=run_s + commit_s)
     SERVICE_TIME.ended(run_s + commit_s)
     for stage, seconds in (("wait", entry.waited_s), ("run", run_s), ("commit", commit_s)):
         STAGE_SECONDS.labels(entry.kind, stage).observe(seconds)

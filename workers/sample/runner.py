@@ -98,7 +98,10 @@ class SampleRunner:
             self._run_last_attempts()
             if self._oplog.outcome(request_id) is None:
                 raise Requeue(f"{request_id} waits for its last attempt") from None
-        return self._oplog.outcome(request_id)
+        outcome = self._oplog.outcome(request_id)
+        if outcome is not None and outcome.failed:
+            telemetry.op_failed(request_id, "sample")  # also one that was cancelled
+        return outcome
 
     def hand_back(self) -> list[str]:
         """Puts back all requests that run here, at no attempt, for a process that ends before they do. Begins no
@@ -141,8 +144,9 @@ class SampleRunner:
                     self._finish(entry, sampling_session_id, handle)
                 except (Aborted, Unavailable) as reason:
                     self._leave(request_id, reason, handle.tokens_used)
-                except (redis.RedisError, OSError):
+                except (redis.RedisError, OSError) as error:
                     self._put_off(request_id, handle.tokens_used)
+                    telemetry.op_retried(request_id, "sample", type(error).__name__)
                     raise
                 finally:
                     self._keeper.drop(request_id)
@@ -154,6 +158,7 @@ class SampleRunner:
         log.info("sample stopped: %s", reason, extra={"request_id": request_id})
         self._put_off(request_id, tokens_used)
         if self._oplog.outcome(request_id) is None:
+            telemetry.op_retried(request_id, "sample", reason)
             raise Requeue(f"{request_id}: {reason}")
 
     def _put_off(self, request_id: str, tokens_used: int) -> None:
@@ -186,6 +191,7 @@ class SampleRunner:
             if not self._backend.healthy():
                 # The engine died during the request: this process is about to end, and another one runs the request
                 # again.
+                telemetry.op_retried(entry.request_id, entry.kind, "the engine has died")
                 raise Requeue(f"{entry.request_id}: {error}") from None
             return _Ran(results.of_error(_op_error(entry, error)))
 
@@ -199,6 +205,7 @@ class SampleRunner:
         if request.stream:
             handle.on_tokens = self._publisher.callback(entry.request_id)
         sampler = load(Sampler, stored)
+        telemetry.op_started(entry, sampler.owner)
         pinned = sampler.prefix if entry.adapter is None else entry.adapter
         adapter = self._adapters.use(pinned, sampler.owner, handle)
         with adapter as adapter_id, self._batch_admission.slot(sampler.owner, request, handle):

@@ -61,6 +61,8 @@ class Committer:
         Raises the errors of `commit` for the requested Op. An error of another Op concerns only the dispatch of that
         Op.
         """
+        for op in group:
+            telemetry.op_started(op.entry, op.entry.owner)
         started = time.monotonic()
         op_results = self._run_ops(group)
         run_s = time.monotonic() - started
@@ -88,7 +90,9 @@ class Committer:
         try:
             while resident.is_due:
                 self._commit(resident, resident.uncommitted[0])
-        except Unavailable:
+        except Unavailable as error:
+            for pending in resident.uncommitted:
+                telemetry.op_retried(pending.entry.request_id, pending.entry.kind, error)
             self._put_off(resident)
             raise
         except Fenced:
@@ -168,12 +172,16 @@ class Committer:
             if len(group) > 1:
                 return self._run_together(group)
             return [self._run_alone(group[0])]
-        except (Fenced, Unavailable, redis.RedisError):
+        except (Fenced, Unavailable, redis.RedisError) as error:
             # A server is away, another worker owns a model, or this worker is too old for the last Op.
             for op in group:
                 self._owner.put_off(op.resident.lease, op.entry.seq)
+                if not isinstance(error, Fenced):  # else its owner may have ended it
+                    telemetry.op_retried(op.entry.request_id, op.entry.kind, error)
             raise
         except Exception as error:
+            for op in group:
+                telemetry.op_retried(op.entry.request_id, op.entry.kind, f"the backend failed: {type(error).__name__}")
             why = f"{', '.join(op.entry.request_id for op in group)} broke the backend: {type(error).__name__}"
             log.exception(why)
             raise Broken(why, *((op.resident.lease, op.entry.seq) for op in group)) from error

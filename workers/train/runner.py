@@ -112,6 +112,7 @@ class TrainingRunner:
                 failure = _given_up(spent.entry)
                 self._oplog.commit(spent.lease, spent.entry.seq, failure.result, (), failure.failure)
                 telemetry.GIVEN_UP.labels(spent.entry.kind).inc()
+                telemetry.op_failed(spent.entry.request_id, spent.entry.kind)
                 if seq > spent.entry.seq:
                     continue
                 return self._oplog.outcome(request_id)
@@ -201,6 +202,7 @@ class TrainingRunner:
                 raise Requeue(str(lost))
             failure = OpResult.failed(entry, ServerOpError(str(lost)))
             self._oplog.commit(lost.lease, at, failure.result, (), failure.failure)
+            telemetry.op_failed(entry.request_id, entry.kind)
         return self._oplog.outcome(ids.request_id(lost.lease.model_id, seq))
 
     def _leave_to_newer(self, request_id: str, model_id: str, kind: str, newer: NewerContent) -> Result | None:

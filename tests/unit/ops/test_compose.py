@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from app import settings
+from app.commands.flower import COLUMNS
 from tests.unit.ops.compose import (
     COMPOSE,
     GPU_OVERRIDE,
@@ -50,6 +51,10 @@ def test_a_broken_file_is_caught_by_the_same_check(good: str, bad: str):
 
 def test_every_promised_service_is_there():
     assert {"redis", "minio", "api", "trainer", "sampler", "flower"} <= SERVICES.keys()
+
+
+def test_flower_shows_the_columns_that_the_command_shows():
+    assert f"--tasks-columns={COLUMNS}" in SERVICES["flower"]["command"]
 
 
 @pytest.mark.parametrize("name", sorted(VALUES))
