@@ -23,8 +23,10 @@ from app.domain.accounts import Caller, Scope
 from app.errors import Forbidden, Unauthorized
 from app.services.container import Services
 from app.settings import Settings
+from app.stores.redis.types import Future
 from app.suspension import SUSPENSION, Suspension
 from app.telemetry import REQUEST_SECONDS
+from app.tracing import requests as traced
 from app.wire.bodies import check_parts, parse_json, unpack
 
 EXTENSION = "tinsmith"
@@ -117,15 +119,33 @@ def add_hooks(app: Flask, public: Set[str]) -> None:
         g.started = found.began if found is not None and found.is_over else time.perf_counter()
         if public.isdisjoint((request.endpoint, request.blueprint)):
             g.caller = services().authenticator(credential(request.headers))
+        tracer = services().tracer
+        if tracer and request.method == "POST" and request.url_rule:
+            parent = request.headers.get("traceparent", "")
+            traced.begin(tracer, f"POST {request.url_rule.rule}", parent, _began())
 
     @app.after_request
     def measure(response: Response) -> Response:
+        traced.end(response.status_code)
         found = suspension()
         if found is not None and found.is_suspended:
             return response
         route = request.url_rule.rule if request.url_rule else "unknown"
         REQUEST_SECONDS.labels(route, response.status_code).observe(time.perf_counter() - g.started)
         return response
+
+
+def _began() -> float:
+    """The unix time at which the current request began, in seconds."""
+    started: float = g.started
+    return time.time() - (time.perf_counter() - started)
+
+
+def trace_poll(future: Future) -> None:
+    """Records the current request as the poll that returned the future's result."""
+    tracer = services().tracer
+    if tracer and future.trace:
+        tracer.record("poll", future.trace, _began(), time.time(), traced.described(future.request_id, future.kind))
 
 
 def credential(headers: Headers) -> str:

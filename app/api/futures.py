@@ -19,6 +19,7 @@ from app.api.base import (
     services,
     suspended,
     suspension,
+    trace_poll,
 )
 from app.api.base import blueprint as make
 from app.api.examples import RETRIEVE_FUTURE, TRY_AGAIN
@@ -64,6 +65,7 @@ def retrieve_future(asked: dict[str, Any]) -> Response | tuple[dict[str, str], i
         state = services().queue_states.of(future)
         reason = {"queue_state_reason": state.reason} if state.reason else {}
         return {"type": "try_again", "request_id": future.request_id, "queue_state": state.name, **reason}, 408
+    trace_poll(future)
     if future.result.content_type == PROTOBUF and _prefers_json():
         return Response(results.translate(future.kind, future.result.body), content_type=JSON)
     return Response(future.result.body, content_type=future.result.content_type)

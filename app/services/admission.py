@@ -32,6 +32,7 @@ from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import QueueBounds, RefusalKind
 from app.telemetry import ADMISSIONS, ADMIT_SECONDS
+from app.tracing import requests as traced
 
 log = logging.getLogger(__name__)
 MAX_SEQ = 2**31 - 1
@@ -74,7 +75,8 @@ class AdmissionService:
         identity = _identity(op, payload)
         new = dump(model) if isinstance(op, CreateModel) else None
         charge = _charge(op, self._limits.payers(caller, model.owner))
-        admission = self._oplog.admit(model_id, seq, op.kind, payload, identity, new, charge, audited)
+        trace = traced.context()
+        admission = self._oplog.admit(model_id, seq, op.kind, payload, identity, new, charge, audited, trace)
         if admission.fresh:
             queue = train_queue(model.base_model, full=model.full)
             queue = direct_queue(queue, admission.node) if admission.node else queue
@@ -118,6 +120,7 @@ class AdmissionService:
             bounds,
             request.num_samples,
             charge,
+            traced.context(),
         )
         if admission.fresh:
             queue = direct_queue(queue, admission.node) if admission.node else queue
@@ -148,6 +151,7 @@ class AdmissionService:
     def _announce(self, kind: str, request_id: str, parent_id: str, project: str, seq: int, queue: str | None) -> None:
         ADMISSIONS.labels(kind).inc()
         self._dispatcher.events.admitted(request_id, kind, project)
+        traced.admitted(request_id, kind, project)
         log.info("admitted %s", kind, extra={"request_id": request_id, "model_id": parent_id, "seq": seq})
         if queue is not None:
             self._dispatcher.send(kind, request_id, parent_id, queue)

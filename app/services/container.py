@@ -43,6 +43,8 @@ from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.pages import RedisPages, UsageLedger
 from app.stores.redis.records import RedisRecords
 from app.suspension import SUSPENDED_A_THREAD
+from app.tracing.tracer import Tracer
+from app.tracing.tracer import create as create_tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class Services:
     hub: HubService
     audit: AuditService
     usage: UsageService
+    tracer: Tracer | None
 
 
 def build(settings: Settings) -> Services:
@@ -157,6 +160,7 @@ def build(settings: Settings) -> Services:
         hub=HubService(settings, bases),
         audit=AuditService(ledger, records),
         usage=UsageService(ledger, records),
+        tracer=create_tracer(settings.tracing, "tinsmith-api"),
     )
 
 

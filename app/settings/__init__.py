@@ -22,6 +22,7 @@ from app.settings.server import (
     LimitSettings,
     RedisSettings,
     StoreSettings,
+    TracingSettings,
 )
 from app.settings.workers import NO_VLLM, BaseModelSettings, SamplerSettings, TrainerSettings
 
@@ -38,6 +39,7 @@ __all__ = [
     "SamplerSettings",
     "Settings",
     "StoreSettings",
+    "TracingSettings",
     "TrainerSettings",
     "defaults",
     "from_environment",

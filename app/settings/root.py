@@ -10,7 +10,14 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from app.settings.section import Section
-from app.settings.server import ApiSettings, EngineSettings, LimitSettings, RedisSettings, StoreSettings
+from app.settings.server import (
+    ApiSettings,
+    EngineSettings,
+    LimitSettings,
+    RedisSettings,
+    StoreSettings,
+    TracingSettings,
+)
 from app.settings.workers import BaseModelSettings
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -34,6 +41,7 @@ class Settings(Section):
     store: StoreSettings = Field(StoreSettings(), description="the object store, which keeps checkpoints")
     engine: EngineSettings = Field(EngineSettings(), description="leases, snapshots, and how long things are kept")
     limits: LimitSettings = Field(LimitSettings(), description="largest calls, and limits of projects")
+    tracing: TracingSettings = Field(TracingSettings(), description="OpenTelemetry traces of calls")
     base_models: tuple[BaseModelSettings, ...] = Field(
         (), description="a base model; repeat the section for more; without one `tinsmith up` serves the bundled model"
     )

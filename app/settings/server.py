@@ -118,6 +118,21 @@ class RedisSettings(Section):
         return broker_url
 
 
+class TracingSettings(Section):
+    endpoint: str = Field(
+        "",
+        description="OpenTelemetry collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; empty sends no "
+        "traces; needs the extra `tracing`",
+    )
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_a_url(cls, endpoint: str) -> str:
+        if endpoint and not endpoint.startswith(("http://", "https://")):
+            raise ValueError("give a URL that begins with http:// or https://")
+        return endpoint
+
+
 class EngineSettings(Section):
     lease_s: float = Field(
         15.0, gt=0, description="an owner that does not renew its leases for this long loses its models"

@@ -21,6 +21,7 @@ from app.stores.objects.routes import RouteFiles
 from app.stores.redis import keys
 from app.stores.redis.client import Channel, connect_state
 from app.stores.redis.records import dump
+from app.tracing.tracer import create as create_tracer
 from workers.backends.sampling.base import SamplerBackend
 from workers.backends.training.base import TrainingBackend
 from workers.checkpoints.coalescing import CoalescingWorker, NewLatest
@@ -31,6 +32,7 @@ from workers.checkpoints.writer import Saver
 from workers.process import node_name, telemetry
 from workers.process.fair_queue import FairQueue, ProjectWeights
 from workers.process.liveness import Heartbeat, Probe, Watchdog, worker_name
+from workers.process.op_traces import OpTraces
 from workers.process.parts import Backend, Parts, Serving, sweeper
 from workers.process.runtime import Runtime, become, exit_on_hang, exit_process
 from workers.sample import shared_memory
@@ -64,6 +66,9 @@ def start(settings: Settings, celery: Celery, node: str, queues: list[str]) -> s
     refusal_id = Refusal.id(role, base.name)
     parts = Parts.of(settings, celery, worker_name(node))
     telemetry.send_task_events(dispatch.TaskEvents(celery, node))
+    tracer = create_tracer(settings.tracing, "tinsmith-worker", node)
+    if tracer is not None:
+        telemetry.trace_ops(OpTraces(tracer, parts.oplog.trace_of))
     node_name.claim(parts.oplog, parts.worker, queue, settings.engine.lease_s)
     start_role = _start_sampler if samples else _start_trainer
     try:

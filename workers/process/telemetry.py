@@ -1,4 +1,4 @@
-"""Worker metrics (Prometheus), one log line for each Op, its task events, and the service time of calls here."""
+"""Worker metrics (Prometheus), one log line for each Op, its events and spans, and the service time of calls here."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from app.dispatch import KINDS, TaskEvents
 from app.settings import METRICS_PORT_VARIABLE
 from app.stores.redis.types import Entry
 from workers.process.gpus import Gpus
+from workers.process.op_traces import OpTraces
 
 log = logging.getLogger("tinsmith.ops")
 _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
@@ -107,11 +108,14 @@ def serve_metrics(configured: int, environ: Mapping[str, str] = os.environ) -> s
 
 def commit_refused(entry: Entry, epoch: int) -> None:
     REFUSED.inc()
+    if _op_traces:
+        _op_traces.abandoned(entry.request_id, "another worker owns the model")
     where = {"model_id": entry.request_id.rpartition(":")[0], "seq": entry.seq, "epoch": epoch}
     log.warning("commit refused", extra={"request_id": entry.request_id, **where})
 
 
 _task_events: TaskEvents | None = None
+_op_traces: OpTraces | None = None
 
 
 def send_task_events(events: TaskEvents) -> None:
@@ -120,32 +124,55 @@ def send_task_events(events: TaskEvents) -> None:
     _task_events = events
 
 
+def trace_ops(traces: OpTraces) -> None:
+    """Makes this process record the spans of the Ops that it runs."""
+    global _op_traces
+    _op_traces = traces
+
+
 def close() -> None:
-    """Sends what waits to be sent."""
+    """Sends the events and spans that wait."""
     if _task_events:
         _task_events.close()
+    if _op_traces:
+        _op_traces.close()
 
 
 def op_started(entry: Entry, project: str) -> None:
     """An attempt of the Op begins."""
     if _task_events and entry.kind in KINDS:
         _task_events.started(entry.request_id, entry.kind, project, entry.attempts)
+    if _op_traces:
+        _op_traces.started(entry, project)
+
+
+def restored(request_id: str, seconds: float) -> None:
+    """A model was restored, so that this Op can run."""
+    RESTORE_SECONDS.observe(seconds)
+    if _op_traces:
+        _op_traces.restored(request_id, seconds)
 
 
 def op_retried(request_id: str, kind: str, why: object) -> None:
     """An attempt ended without a result, and another one follows."""
     if _task_events and kind in KINDS:
         _task_events.retried(request_id, str(why))
+    if _op_traces:
+        _op_traces.abandoned(request_id, str(why))
 
 
 def op_failed(request_id: str, kind: str) -> None:
-    """An Op failed without an attempt here: it was cancelled, or nothing can run it any more."""
+    """An Op failed without a result of an attempt here: it was cancelled, or nothing can run it any more."""
     if _task_events and kind in KINDS:
         _task_events.ended(request_id, failed=True)
+    if _op_traces:
+        _op_traces.abandoned(request_id, "the call was cancelled, or nothing can run it")
 
 
 def op_done(entry: Entry, *, failed: bool, run_s: float, commit_s: float, ops_in_pass: int = 1) -> None:
     state = "failed" if failed else "done"
+    if _op_traces:
+        _op_traces.ended(entry.request_id, failed=failed, run_s=run_s, commit_s=commit_s, ops_in_pass=ops_in_pass)
     if _task_events and entry.kind in KINDS:
         _task_events.ended(entry.request_id, failed=failed, took_s=run_s + commit_s)
     SERVICE_TIME.ended(run_s + commit_s)

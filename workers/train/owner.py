@@ -157,7 +157,7 @@ class Owner:
         finally:
             self._restoring = None
         resident.debt_s = time.monotonic() - asked
-        telemetry.RESTORE_SECONDS.observe(resident.debt_s)
+        telemetry.restored(ids.request_id(model_id, lease.applied + 1), resident.debt_s)
         self._residents[model_id] = resident
         self._count()
         log.info(

@@ -98,9 +98,10 @@ class RedisFutures:
         bounds: QueueBounds | None = None,
         sequences: int = 1,
         charge: Charge = FREE,
+        trace: str = "",
     ) -> Admission:
         """Journals a sampling request and its future: deduplicated like an Op, but in no order. `tokens`: the most
-        tokens it may take, including the prompt. `sequences`: the number of samples.
+        tokens it may take, including the prompt. `sequences`: the number of samples. `trace`: the context of its trace.
 
         The version of its adapter is fixed here: the version of its sampler, or the newest version of the model that
         this sampler follows. The request goes to the worker that sampled this version before (for the base model: that
@@ -118,7 +119,7 @@ class RedisFutures:
         most = (bounds.requests, bounds.tokens) if bounds else ("", "")
         needed = tokens, sequences
         paid = limits.with_names(charge)
-        call = request_id, parent_id, owner, queue, digest, *needed, *most, *paid
+        call = request_id, parent_id, owner, queue, digest, *needed, *most, *paid, trace
         found = self._admit(payload, lambda *content: self._run("admit_sample", *content, *call))
         what, held = found[0].decode(), found[1]
         if what == "unknown":
@@ -226,15 +227,22 @@ class RedisFutures:
         for a result that a failover could still lose.
         """
         # The result is read only for its owner: the time of a foreign poll would show its size.
-        fields = self._redis.hmget(keys.future(request_id), ["state", "owner", "kind", "model"])
-        state, owner, kind, model = (field.decode() if field else "" for field in cast("list[bytes | None]", fields))
+        fields = self._redis.hmget(keys.future(request_id), ["state", "owner", "kind", "model", "trace"])
+        state, owner, kind, model, trace = (
+            field.decode() if field else "" for field in cast("list[bytes | None]", fields)
+        )
         if not state or owner not in owners:
             absence = self._absence(request_id, owners)  # also for a foreign id: it costs the same reads
             raise NotFound(f"future {request_id!r} does not exist") if state else absence
         result = None if state == "pending" else self._result(request_id, owners)
         if result is not None and owner not in onlookers:
             self._note_read(request_id, kind, len(result.body))
-        return Future(request_id, kind, model, owner, cast(FutureState, state), result)
+        return Future(request_id, kind, model, owner, cast(FutureState, state), result, trace)
+
+    def trace_of(self, request_id: str) -> str:
+        """The context of a future's trace; empty for none."""
+        found = cast("bytes | None", self._redis.hget(keys.future(request_id), "trace"))
+        return (found or b"").decode()
 
     def _result(self, request_id: str, owners: Set[str]) -> Result:
         """The result of a terminal future. Replicas that must have it get what is read: it is the same connection."""

@@ -68,10 +68,11 @@ class RedisOpLog(RedisFutures):
         model: Record | None = None,
         charge: Charge = FREE,
         audited: str = "",
+        trace: str = "",
     ) -> Admission:
         """Journals an Op and its pending future. Returns only when it is on disk (the server's appendfsync is always).
         In the same step, `model` are the fields with which to register an unknown model, and `audited` is an entry of
-        the audit log.
+        the audit log. `trace` is the context of its trace.
 
         Raises NotFound for an unknown model without these fields, Gone for a model that has ended, BadRequest when the
         seq holds other content, was refused or was given up, or leaves too many earlier ones missing, TooLarge for an
@@ -81,7 +82,7 @@ class RedisOpLog(RedisFutures):
         """
         request_id = ids.request_id(model_id, seq)
         self._check_size(payload)
-        more = limits.of_op(charge), audited, *_flat(model or {})
+        more = limits.of_op(charge), audited, trace, *_flat(model or {})
         call = model_id, seq, request_id, kind, digest
         found = self._admit(payload, lambda *content: self._run("admit", *content, *call, *more))
         what, detail = _texts(found)

@@ -30,7 +30,7 @@
     spill_garbage       SET   objects of dropped payloads and results, to be deleted
     staged:<uuid>       STR   a large payload or result on its way into the journal or to its future; expires
     future:<request>    HASH  kind, model, owner, digest, state, body, type, refused: the fields that a poll reads;
-                              admitted and ended, in ms; expires
+                              admitted and ended, in ms; trace, the context of its trace, if any; expires
     result:<request>    STR   a result of megabytes, which its future has no `body` for but its `size`; expires with the
                               future, and is deleted once the result is `spilled`
     results             HASH  request with a large result -> JSON: its size, the owner for which it counts, and the key

@@ -89,7 +89,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """The state of a future, for callers who may see it; `result` is set when it is terminal."""
+    """The state of a future, for callers who may see it; `result` is set when it is terminal. `trace` is the context of
+    its trace (app/tracing), empty for none."""
 
     request_id: str
     kind: str
@@ -97,6 +98,7 @@ class Future:
     owner: str
     state: FutureState
     result: Result | None
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,6 +114,7 @@ def test_all_mistakes_of_a_config_file_are_said_at_once_and_no_value_that_may_be
             b"[[base_models]]\nname = 'a'\npath = 'o/a'\ndtype = 'int4'",
             "'bfloat16', 'nf4', 'int8' or 'fp8' (got 'int4')",
         ),
+        (b"[tracing]\nendpoint = 'collector:4318'", "tracing.endpoint: give a URL that begins with http://"),
         (b"xyz = 1", "xyz: there is no such setting\n"),
         (b"[base_models]\nname = 'a'", "base_models: this is a list of sections; write [[base_models]]"),
         (b"[api]\nport = 1\nport = 2", "is not valid TOML: Cannot overwrite a value"),

@@ -65,14 +65,14 @@ return 1
 -- script: admit
 -- needs: content, hear, is_far, list_run, no_room, no_room_for_results, now_ms, pages, register_model, take, train_queue
 -- Journal an Op and its pending future, once. ARGV: payload, or '' with the key that will hold it (or ''), its size;
--- model id, seq, request id, kind, digest, charge (or ''), entry in its project's audit log (or ''), and for a model to
--- register in the same step: field, value, ...
+-- model id, seq, request id, kind, digest, charge (or ''), entry in its project's audit log (or ''), context of its trace
+-- (or ''), and for a model to register in the same step: field, value, ...
 -- Returns {outcome, lease holder}; the outcome is fresh | repeat | conflict | refused (with its reason instead of the
 -- holder) | consumed | far | unknown | ended | absent (to be admitted once the key holds the payload). Returns
 -- {'limited', ...} as `over_limit` in limits.lua does.
 local content = content_of(ARGV[1], ARGV[2], tonumber(ARGV[3]))
 local model, seq, request, kind, digest = ARGV[4], tonumber(ARGV[5]), ARGV[6], ARGV[7], ARGV[8]
-local charge, audited, FIELDS = ARGV[9], ARGV[10], 11
+local charge, audited, trace, FIELDS = ARGV[9], ARGV[10], ARGV[11], 12
 
 -- If later Ops wait for this one, its refusal would keep them from ever draining.
 local function is_awaited(applied)
@@ -120,6 +120,7 @@ local function admit()
   content.store(request, now)
   redis.call('HSET', 'tinsmith:future:' .. request, 'kind', kind, 'model', model,
              'owner', cjson.decode(head[2]), 'digest', digest, 'state', 'pending', 'admitted', now)
+  if trace ~= '' then redis.call('HSET', 'tinsmith:future:' .. request, 'trace', trace) end
   redis.call('ZADD', 'tinsmith:journal:' .. model, seq, seq)
   redis.call('HSET', 'tinsmith:models:' .. model, 'last_request', now)
   if head[4] then list_run(model, 'SADD') end

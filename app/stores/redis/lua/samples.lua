@@ -75,7 +75,7 @@ end
 -- Journal a sampling request, once, with the adapter version that it uses and the node that it is dispatched to.
 -- ARGV: payload, or '' with the key that will hold it (or ''), its size; request id, parent id, owner, queue, digest,
 -- tokens it may take, its sequences, most requests and most tokens that may be unfinished in its queue (or '' for no
--- bound), charge, the names of its payers.
+-- bound), charge, the names of its payers, context of its trace (or '').
 -- Returns {'fresh', node to dispatch to, or '' for any node}, or {'held', ''} when the request is throttled. Else
 -- returns {repeat | conflict | unknown | given_up | too_large | requests | tokens, unfinished requests or tokens in the queue},
 -- {'absent', ''} when it is admitted once the key holds the payload, or {'limited', ...} as `over_limit` in limits.lua
@@ -83,7 +83,7 @@ end
 local content = content_of(ARGV[1], ARGV[2], tonumber(ARGV[3]))
 local request, sampler, owner, queue, digest = ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 local tokens, rows, charge, payers = tonumber(ARGV[9]), ARGV[10], ARGV[13], ARGV[14]
-local most_requests, most_tokens = ARGV[11], ARGV[12]
+local most_requests, most_tokens, trace = ARGV[11], ARGV[12], ARGV[15]
 
 -- The object-store prefix of the adapter for a sampler's next request; '' for the base model, nil if it was given up.
 local function adapter_of(sampler)
@@ -138,6 +138,7 @@ local function admit()
   content.store(request, now)
   redis.call('HSET', 'tinsmith:future:' .. request, 'kind', 'sample', 'model', sampler, 'owner', owner,
              'digest', digest, 'state', 'pending', 'admitted', now)
+  if trace ~= '' then redis.call('HSET', 'tinsmith:future:' .. request, 'trace', trace) end
   redis.call('ZADD', 'tinsmith:pending', now, request)
   redis.call('HSET', 'tinsmith:pending_queue', request, queue)
   redis.call('HSET', 'tinsmith:sampling:' .. queue, request, tokens)
