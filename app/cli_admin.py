@@ -76,6 +76,7 @@ def add_admin(commands: Commands) -> None:
     _add_keys(_kind(kinds, "key", "API keys"))
     _add_limits(_kind(kinds, "limits", "limits of a project, or of a key"))
     _add_audit(kinds)
+    _add_usage(kinds)
 
 
 def _add_organisations(actions: Commands) -> None:
@@ -157,6 +158,15 @@ def _add_audit(kinds: Commands) -> None:
     audit.set_defaults(run=_show_audit, parser=audit)
 
 
+def _add_usage(kinds: Commands) -> None:
+    about = "usage and cost of a project's runs in one month"
+    usage = kinds.add_parser("usage", help=about, description=f"Print {about}.", allow_abbrev=False)
+    usage.add_argument("project", metavar="ID", help="id of the project")
+    usage.add_argument("--month", type=_month, metavar="YYYY-MM", help="UTC (default this month)")
+    add_stack_options(usage)
+    usage.set_defaults(run=_show_usage, parser=usage)
+
+
 def _kind(kinds: Commands, name: str, about: str) -> Commands:
     kind = kinds.add_parser(name, help=about, description=_sentence(about), allow_abbrev=False)
     kind.set_defaults(parser=kind)
@@ -188,6 +198,19 @@ def _show_audit(arguments: argparse.Namespace) -> int:
     from app.commands import admin
 
     return admin.show_audit(options(arguments), arguments.scope, arguments.day)
+
+
+def _show_usage(arguments: argparse.Namespace) -> int:
+    from app.commands import admin
+
+    return admin.show_usage(options(arguments), arguments.project, arguments.month)
+
+
+def _month(text: str) -> date:
+    try:
+        return date.fromisoformat(f"{text}-01")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a month such as 2026-11") from None
 
 
 def _date(text: str) -> date:

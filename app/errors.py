@@ -7,6 +7,7 @@
     │   │   └── InvalidToken    401  the token has expired or is not from this server; a new one may work
     │   ├── Forbidden           403
     │   │   └── LimitReached    403  a limit that does not pass by itself: something must be deleted or ended first
+    │   │       └── BudgetSpent 403  the project's budget is spent; more time or a higher budget helps
     │   ├── NotFound            404  missing, or somebody else's; the answer is the same for both
     │   │   └── RepoNotFound, RevisionNotFound, EntryNotFound  raised by the Hub's routes, named as the Hub does
     │   ├── RequestTimeout      408  the body arrives too slowly
@@ -68,6 +69,10 @@ class Forbidden(RequestError):
 
 class LimitReached(Forbidden):
     """The project or the key already has as much as it may have."""
+
+
+class BudgetSpent(LimitReached):
+    """The project has spent its budget. Calls that were accepted before end as usual."""
 
 
 class NotFound(RequestError):

@@ -29,7 +29,21 @@ def listed(client: redis.Redis) -> list[Page]:
 
 
 def used(client: redis.Redis, project: str = "me") -> dict[str, int]:
-    """Amounts by "<kind> <session> <base model>", over all hours."""
+    """Amounts by "<kind> <session> <base model>", over all hours, without the time of devices."""
+    return {name: amount for name, amount in _all(client, project).items() if not name.startswith(("run ", "device "))}
+
+
+def used_by_runs(client: redis.Redis, project: str = "me") -> dict[str, int]:
+    """Amounts by "<kind> <run> <base model>", over all hours."""
+    return {name[4:]: amount for name, amount in _all(client, project).items() if name.startswith("run ")}
+
+
+def device_ms(client: redis.Redis, project: str = "me") -> int:
+    """The time of devices, over all hours."""
+    return sum(amount for name, amount in _all(client, project).items() if name.startswith("device "))
+
+
+def _all(client: redis.Redis, project: str) -> dict[str, int]:
     pages, total = RedisPages(client, EngineSettings()), Counter[str]()
     for page in listed(client):
         if (page.ledger, page.project) == ("usage", project):

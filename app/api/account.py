@@ -89,10 +89,12 @@ class _Limits(Schema):
     weight = fields.Float()
     checkpoint_ttl_s = fields.Integer(allow_none=True)
     keep_checkpoints = fields.Integer(allow_none=True)
+    monthly_budget = fields.Float(allow_none=True)
 
 
 class _Used(Schema):
-    """The current use. Rates are averages over the last seconds, and None where they are not limited."""
+    """The current use. Rates are averages over the last seconds, and None where they are not limited. Of the
+    monthly_budget it is the cost of this month's usage, and None without a price or for a key."""
 
     requests_per_s = fields.Float(allow_none=True)
     tokens_per_s = fields.Float(allow_none=True)
@@ -100,6 +102,7 @@ class _Used(Schema):
     live_sessions = fields.Integer()
     storage_bytes = fields.Integer()
     concurrent_samples = fields.Integer()
+    monthly_budget = fields.Float(allow_none=True)
 
 
 class _Payer(Schema):
@@ -122,8 +125,7 @@ def get_limits(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 class UsageAsked(SdkSchema):
-    """A query for usage, as the SDK's billing methods send it. This server has no prices, so all cost fields are left
-    out."""
+    """A query for usage, as the SDK's billing methods send it."""
 
     starting_on = fields.AwareDateTime(
         required=True, default_timezone=UTC, metadata={"description": "start of the time window; UTC without an offset"}
@@ -141,6 +143,9 @@ class UsageEvent(SdkSchema):
     user_name = fields.String(allow_none=True)
     session_id = fields.String(allow_none=True)
     project_id = fields.String()
+    estimated_cost_usd = fields.Float(allow_none=True)
+    effective_rate_usd_per_million_tokens = fields.Float()
+    effective_rate_usd_per_gigabyte_month = fields.Float()
     event_info = fields.Dict()
 
 
@@ -161,6 +166,35 @@ def get_usage_events(asked: dict[str, Any]) -> dict[str, Any]:
     return services().usage.events(current_caller(), asked["starting_on"], asked["ending_before"])
 
 
+class RunUsage(Schema):
+    """The usage of a run, or without `run_id` the usage of a project and base model that belongs to no run."""
+
+    project_id = fields.String()
+    run_id = fields.String(allow_none=True)
+    base_model = fields.String()
+    training_tokens = fields.Integer()
+    prefill_tokens = fields.Integer()
+    cached_prefill_tokens = fields.Integer()
+    sampled_tokens = fields.Integer()
+    device_seconds = fields.Float()
+    checkpoints = fields.Integer()
+    gigabyte_hours = fields.Float()
+    stored_bytes = fields.Integer()
+    estimated_cost_usd = fields.Float(allow_none=True)
+
+
+class RunsUsed(Schema):
+    data = fields.List(fields.Nested(RunUsage))
+
+
+@billing_blueprint.route("/billing/usage/runs", methods=["GET"])
+@billing_blueprint.arguments(UsageAsked(), location="query")
+@billing_blueprint.response(200, RunsUsed)
+def get_usage_of_runs(asked: dict[str, Any]) -> dict[str, Any]:
+    """List the usage and cost of each run in a time window, in the projects where the caller is an admin."""
+    return {"data": services().usage.runs(current_caller(), asked["starting_on"], asked["ending_before"])}
+
+
 class StorageItem(SdkSchema):
     project_id = fields.String()
     org_user_urn = fields.String(allow_none=True)
@@ -168,6 +202,7 @@ class StorageItem(SdkSchema):
     checkpoint_count = fields.Integer()
     size_bytes = fields.Integer()
     size_gigabytes = fields.Float()
+    estimated_monthly_cost_usd = fields.Float(allow_none=True)
 
 
 class Storage(SdkSchema):

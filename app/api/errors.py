@@ -34,6 +34,7 @@ _OPENAI_CODES = {
     "Unauthorized": "invalid_api_key",
     "InvalidToken": "invalid_api_key",
     "NotFound": "model_not_found",
+    "BudgetSpent": "insufficient_quota",
     "TooManyRequests": "rate_limit_exceeded",
     _UNKNOWN_URL: "unknown_url",
 }

@@ -17,6 +17,7 @@ from app.services.base_models import BaseModels, trainer_role
 from app.services.imports import full_weights, peft_files
 from app.services.imports.importer import Importer, path_of
 from app.services.tenants.access import project_of
+from app.services.tenants.spending import Spending
 from app.services.validation import check_lora
 from app.settings import Settings
 from app.stack import checks
@@ -28,6 +29,7 @@ from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
+from app.stores.redis.pages import RedisPages
 from app.stores.redis.records import RedisRecords
 
 
@@ -67,7 +69,8 @@ class _Import:
         records = RedisRecords(client, settings.engine)
         oplog, lifecycle = RedisOpLog(client, settings.engine), RedisLifecycle(client, settings.engine)
         limits = LimitsOf(records, settings.limits.project)
-        self._quotas = QuotaService(limits, RedisQuotas(client, settings.engine))
+        spending = Spending(RedisPages(client, settings.engine), settings.prices_of)
+        self._quotas = QuotaService(limits, RedisQuotas(client, settings.engine), spending)
         self._importer = Importer(records, oplog, lifecycle, objects, self._quotas)
         self._bases, self._limits = BaseModels(settings, records), settings.limits
         self._project, self._base_model = project, base_model

@@ -10,6 +10,7 @@ from typing import Any
 from flask import Blueprint, render_template, request
 
 from app.api.base import current_caller, services
+from app.domain.prices import total
 from app.domain.results import CACHED, PREFILLED, SAMPLED, SAVED, TRAINED
 from app.errors import BadRequest
 from app.ids import session_of
@@ -46,8 +47,12 @@ def _show_usage() -> str:
     """The usage and the stored checkpoints of the projects where the user is an admin. Raises Forbidden."""
     caller, end = current_caller(), _now().replace(minute=0, second=0, microsecond=0) + _HOUR
     usage = _by_day(services().usage.events(caller, end - LONGEST, end)["data"])
+    runs = services().usage.runs(caller, end - LONGEST, end)
+    cost = total([run["estimated_cost_usd"] for run in runs])
     stored = services().usage.stored(caller, None)
-    return render_template("usage.html", usage=usage, columns=_COLUMNS, stored=stored, days=LONGEST.days)
+    return render_template(
+        "usage.html", usage=usage, columns=_COLUMNS, runs=runs, cost=cost, stored=stored, days=LONGEST.days
+    )
 
 
 def _show_events() -> str:

@@ -1,4 +1,4 @@
-"""The limits of one project or one API key, and how long a project keeps checkpoints."""
+"""The limits of one project or one API key, a project's budget, and how long it keeps checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNTS = ("live_models", "live_sessions", "storage_bytes", "concurrent_samples",
 """The limits that are whole numbers."""
 UNCHARGED = ("weight", *RETENTION)
 """The limits that refuse no call. Those of a key are ignored."""
-_MAY_BE_0 = ("live_models", "live_sessions", "storage_bytes")
+_MAY_BE_0 = ("live_models", "live_sessions", "storage_bytes", "monthly_budget")
 _WEIGHTS = (0.001, 1000.0)
 
 
@@ -53,6 +53,11 @@ class Limits:
         None,
         "how many checkpoints of each kind a run of the project keeps, from 1 to 1,000, the newest ones. Published "
         "ones, and those whose owner set a TTL, stay and do not count; a key's is ignored",
+    )
+    monthly_budget: float | None = _described(
+        None,
+        "US dollars that a project may spend in a calendar month (UTC), by [prices]; above it, training and sampling "
+        "get 403. A key's is ignored",
     )
 
     def __post_init__(self) -> None:
@@ -101,7 +106,7 @@ class Charge:
     adds.
 
     With `stores` the call makes a checkpoint, of `stored` bytes where the size is known before. `samples` is the number
-    of sequences it samples.
+    of sequences it samples. With `spends` it needs what is left of its project's budget, of which `spent` is gone.
     """
 
     payers: tuple[Payer, ...] = ()
@@ -111,6 +116,8 @@ class Charge:
     stores: bool = False
     stored: int = 0
     sessions: int = 0
+    spends: bool = False
+    spent: float = 0.0
 
 
 FREE = Charge()

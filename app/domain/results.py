@@ -28,6 +28,8 @@ SAVED = "checkpoint"
 """Checkpoints saved under a path."""
 STORED = "storage"
 """Byte-seconds of checkpoints."""
+DEVICE = "device"
+"""Milliseconds of devices: GPUs, or ranks and samplers on a CPU."""
 HOUR_S = 3600
 Usage = Mapping[str, int]
 """Amounts by kind."""

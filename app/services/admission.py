@@ -24,6 +24,7 @@ from app.domain.records import Model, Sampler
 from app.domain.sampling import SampleRequest
 from app.errors import Forbidden, NotFound
 from app.services.tenants.access import load_owned
+from app.services.tenants.spending import Spending
 from app.services.views import check_seen
 from app.settings import Settings
 from app.stores.disk import Disk
@@ -55,10 +56,17 @@ class AdmissionService:
     """Journals an Op first and dispatches it second. A lost dispatch delays the Op for a moment, but never loses it."""
 
     def __init__(
-        self, oplog: RedisOpLog, store: RedisRecords, dispatcher: Dispatcher, limits: LimitsOf, settings: Settings
+        self,
+        oplog: RedisOpLog,
+        store: RedisRecords,
+        dispatcher: Dispatcher,
+        limits: LimitsOf,
+        settings: Settings,
+        spending: Spending,
     ) -> None:
         self._oplog = oplog
         self._limits = limits
+        self._spending = spending
         self._settings = settings
         self._records = store
         self._dispatcher = dispatcher
@@ -75,6 +83,8 @@ class AdmissionService:
         identity = _identity(op, payload)
         new = dump(model) if isinstance(op, CreateModel) else None
         charge = _charge(op, self._limits.payers(caller, model.owner))
+        if isinstance(op, ForwardBackward):
+            charge = self._spends(charge, model.owner)
         trace = traced.context()
         admission = self._oplog.admit(model_id, seq, op.kind, payload, identity, new, charge, audited, trace)
         if admission.fresh:
@@ -109,6 +119,7 @@ class AdmissionService:
             request.num_samples,
             stores=base is not None and base.router_replay,
         )
+        charge = self._spends(charge, sampler.owner)
         admission = self._oplog.admit_sample(
             request_id,
             sampler_id,
@@ -142,6 +153,13 @@ class AdmissionService:
             # The calls that wait behind it were dispatched and turned away once already.
             queue = train_queue(model.base_model, full=model.full)
             self._dispatcher.send(CATCH_UP, request_id, model_id, queue)
+
+    def _spends(self, charge: Charge, project: str) -> Charge:
+        """The charge of a call that needs a part of the project's budget. An optim_step needs none: otherwise a budget
+        that ends between it and its batches would lose their gradients."""
+        if self._limits.project(project).monthly_budget is None:
+            return charge
+        return replace(charge, spends=True, spent=self._spending.this_month(project) or 0.0)
 
     def _bounds(self, sampler: Sampler) -> QueueBounds | None:
         base = self._settings.base_model(sampler.base_model)
@@ -256,8 +274,8 @@ class QuotaService:
     must be freed first.
     """
 
-    def __init__(self, limits: LimitsOf, quotas: RedisQuotas) -> None:
-        self._limits, self._quotas = limits, quotas
+    def __init__(self, limits: LimitsOf, quotas: RedisQuotas, spending: Spending) -> None:
+        self._limits, self._quotas, self._spending = limits, quotas, spending
 
     def take(self, caller: Caller, project: str) -> None:
         """Charges a call that creates or changes something in `project`."""
@@ -309,4 +327,6 @@ class QuotaService:
         return {payer.kind: self._view(payer) for payer in self._limits.payers(caller, named)}
 
     def _view(self, payer: Payer) -> dict[str, Any]:
-        return {"id": payer.id, "limits": asdict(payer.limits), "used": asdict(self._quotas.used(payer))}
+        spent = self._spending.this_month(payer.id) if payer.kind == PROJECT else None
+        used = {**asdict(self._quotas.used(payer)), "monthly_budget": spent}
+        return {"id": payer.id, "limits": asdict(payer.limits), "used": used}

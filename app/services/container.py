@@ -24,6 +24,7 @@ from app.services.tenants.access import Authenticator, OwnKey, Sources, Tokens
 from app.services.tenants.accounts import AccountRecovery, AccountService
 from app.services.tenants.administration import Administration
 from app.services.tenants.audit import AuditService
+from app.services.tenants.spending import Spending
 from app.services.tenants.usage import UsageService
 from app.services.training import CustomLossService, RouteService, TrainingService
 from app.settings import Settings
@@ -96,7 +97,8 @@ def build(settings: Settings) -> Services:
     objects = create(settings, may_be_away=True)
     oplog, records = RedisOpLog(client, settings.engine, objects), RedisRecords(client, settings.engine)
     lifecycle, calls = RedisLifecycle(client, settings.engine), RedisCalls(client)
-    ledger = UsageLedger(RedisPages(client, settings.engine), PageFiles(objects))
+    pages = RedisPages(client, settings.engine)
+    ledger, spending = UsageLedger(pages, PageFiles(objects)), Spending(pages, settings.prices_of)
     signer = UrlSigner(settings.url_secret, settings.public_url)
 
     tokens = _tokens(settings)
@@ -105,11 +107,11 @@ def build(settings: Settings) -> Services:
     authenticator = Authenticator(settings.api_keys, records, tokens, recovery, settings.operator_keys)
     sources = Sources(records, authenticator)
     limits = LimitsOf(records, settings.limits.project)
-    quotas = QuotaService(limits, RedisQuotas(client, settings.engine))
+    quotas = QuotaService(limits, RedisQuotas(client, settings.engine), spending)
 
     bases = BaseModels(settings, records)
     dispatcher = Dispatcher(celery_app(settings))
-    admission = AdmissionService(oplog, records, dispatcher, limits, settings)
+    admission = AdmissionService(oplog, records, dispatcher, limits, settings, spending)
     teardown = Teardown(lifecycle, records, objects, dispatcher.wake)
     custom_losses = CustomLossService(records, quotas)
     routes = RouteService(records, oplog, RouteFiles(objects, records.now))
@@ -159,7 +161,7 @@ def build(settings: Settings) -> Services:
         openai=OpenAiService(bases, samplers, admission, poll_limiter, result_stream, settings.limits),
         hub=HubService(settings, bases),
         audit=AuditService(ledger, records),
-        usage=UsageService(ledger, records),
+        usage=UsageService(ledger, records, settings.prices_of),
         tracer=create_tracer(settings.tracing, "tinsmith-api"),
     )
 

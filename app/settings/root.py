@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
+from app.domain.prices import Prices
 from app.settings.section import Section
 from app.settings.server import (
     ApiSettings,
@@ -42,12 +43,18 @@ class Settings(Section):
     engine: EngineSettings = Field(EngineSettings(), description="leases, snapshots, and how long things are kept")
     limits: LimitSettings = Field(LimitSettings(), description="largest calls, and limits of projects")
     tracing: TracingSettings = Field(TracingSettings(), description="OpenTelemetry traces of calls")
+    prices: Prices = Field(Prices(), description="prices of usage; what has no price has no cost")
     base_models: tuple[BaseModelSettings, ...] = Field(
         (), description="a base model; repeat the section for more; without one `tinsmith up` serves the bundled model"
     )
 
     def base_model(self, name: str) -> BaseModelSettings | None:
         return next((b for b in self.base_models if b.name == name), None)
+
+    def prices_of(self, base_model: str) -> Prices:
+        """The prices of a base model's usage, also of one that is not served any more."""
+        base = self.base_model(base_model)
+        return base.prices.over(self.prices) if base else self.prices
 
     @property
     def concurrent_samples(self) -> int:

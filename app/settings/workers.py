@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
+from app.domain.prices import Prices
 from app.errors import SetupError
 from app.settings.gpus import Devices
 from app.settings.section import Section
@@ -159,6 +160,7 @@ class BaseModelSettings(Section):
     router_replay: bool = Field(
         False, description="samplers record the experts of each token, and trainers use the same ones"
     )
+    prices: Prices = Field(Prices(), description="prices of this base model's usage, in place of those of [prices]")
     trainer: TrainerSettings = Field(TrainerSettings(), description="trainers of LoRA adapters")
     full: TrainerSettings | None = Field(
         None, description="trainers for full fine-tuning, each with one model; none by default"

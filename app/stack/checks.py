@@ -14,6 +14,7 @@ from pathlib import Path
 
 import redis
 
+from app.domain.prices import Prices
 from app.errors import SetupError
 from app.settings import ApiSettings, BaseModelSettings, SamplerSettings, Settings
 from app.stack import placement
@@ -166,6 +167,15 @@ def operators(settings: Settings) -> None:
         raise SetupError("operator_keys has a digest that is not in api_keys: add it there too")
 
 
+def budget(settings: Settings) -> None:
+    """Checks that usage has a price where every project has a budget above 0, which nothing else uses up."""
+    limit = settings.limits.project.monthly_budget
+    if limit and {settings.prices, *(base.prices for base in settings.base_models)} == {Prices()}:
+        raise SetupError(
+            f"limits.project.monthly_budget is {limit:g}, and nothing has a price: set some in the section [prices]"
+        )
+
+
 def everything(settings: Settings) -> None:
     """Runs all checks that need no port and no model file."""
     operators(settings)
@@ -174,6 +184,7 @@ def everything(settings: Settings) -> None:
         ranks(base)
         training(base)
         vllm(base)
+    budget(settings)
     placement.check(settings)
     if settings.redis.url:
         state_server(settings.redis.url)

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker
@@ -16,6 +18,7 @@ from tinker.cli.__main__ import main_cli
 from tinker.cli.exceptions import TinkerCliError
 
 from app import cli
+from tests.contract.awaiting import await_true
 from tests.contract.data import supervised, train
 from tests.contract.stack import BASE, Stack
 
@@ -76,6 +79,42 @@ def test_a_save_has_its_projects_ttl_unless_it_gives_one(stack: Stack, admin: Ad
     saved = tinker.RestClient(base_url=stack.url, api_key=key).list_checkpoints(training.model_id).result().checkpoints
     lives = {one.checkpoint_id: round((one.expires_at - one.time).total_seconds()) for one in saved}
     assert lives == {"weights/projects": 7200, "weights/own": 3600}
+
+
+def test_a_project_without_budget_saves_and_goes_on_when_it_has_one(stack: Stack, admin: Admin):
+    organisation = admin("org", "create", "Tinkers")
+    project = admin("project", "create", "kettles", "--org", organisation)
+    assert admin("limits", "set", project, "--monthly-budget", "0") == "monthly_budget=0.0"
+    key = user_key(admin, organisation, project, "admin")
+    with tinker.ServiceClient(base_url=stack.url, api_key=key) as service:
+        training = service.create_lora_training_client(base_model=BASE, rank=4).result()
+        sampler = training.save_weights_and_get_sampling_client().result()
+        refused = training.forward_backward(supervised(), "cross_entropy")
+        step = training.optim_step(tinker.AdamParams(learning_rate=1e-3))
+        with pytest.raises(tinker.PermissionDeniedError, match=f"{project} has spent 0 US dollars .* the budget"):
+            refused.result()
+        with pytest.raises(tinker.RequestFailedError, match="no step was taken"):
+            step.result()
+        with pytest.raises(tinker.PermissionDeniedError, match="monthly_budget is 0"):
+            sampler.sample(tinker.ModelInput.from_ints([1]), 1, tinker.SamplingParams(max_tokens=1)).result()
+        assert training.save_state("kept").result().path
+        admin("limits", "set", project, "--monthly-budget", "none")
+        call = partial(training.forward_backward, supervised(), "cross_entropy")
+        await_true(lambda: is_accepted(call), "the budget was lifted")
+        training.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
+    (row,) = [line for line in admin("usage", project).splitlines() if line.startswith(training.model_id)]
+    _, base, trained, *_, device_s, _, _ = row.split("\t")
+    assert (base, int(trained)) == (BASE, sum(len(datum.model_input.to_ints()) for datum in supervised()))
+    assert float(device_s) > 0
+
+
+def is_accepted(call: Callable[[], tinker.APIFuture[Any]]) -> bool:
+    """False while the call is refused with a 403."""
+    try:
+        call().result()
+    except tinker.PermissionDeniedError:
+        return False
+    return True
 
 
 def test_a_key_that_is_revoked_stops_a_client_that_runs(stack: Stack, admin: Admin):

@@ -45,9 +45,12 @@ CHANGED: dict[str, dict[str, Any]] = {
     "openapi": {
         "schemas SupportedModel": "d352ee6a441b8c29f40aa100a14b936fa25228e82294c52f706e649925f55d35",
         "schemas Sample": "b37fc481701bad27554f6e75c5a1ab2021592e0e4ee7b5f09630e0205c5a278a",
-        # The limits live_sessions, with its use, checkpoint_ttl_s and keep_checkpoints.
-        "schemas _Limits": "3041b1c91610d086f8f3390cece048bac4a50370c9fce100ebc65cf62abb738c",
-        "schemas _Used": "60a0937df30bb66381195429b6db12967b4785cbd42c56df68c3b0f96fef7f99",
+        # The limits live_sessions and monthly_budget, with their use, checkpoint_ttl_s and keep_checkpoints.
+        "schemas _Limits": "4355f336f8b8ac6230e5b3cf89ee5c7b0e4cff20a9d7aed4149915079c45c3df",
+        "schemas _Used": "a882803e505673c13d7d75a1f53cfc5cfd1d9c242185b5beea5745d878d623bb",
+        # Costs and rates.
+        "schemas StorageItem": "75cfbc6773aa5cc87d1cb5abf5df910b0c4da22bf6d739eb98077f3161758c4c",
+        "schemas UsageEvent": "1dba5283c9dea351fbb0beca32ea0f53fe97cee3dd9acdedc79ba52d92a5ab76",
         # parallel_tool_calls can be false.
         "schemas ChatCompletion": "51e6ca9432faa0094792bcc383be9b1bb601581f61dc746c60d2597e9df8a9fb",
         # Their answers in JSON are described, with an example.
@@ -78,7 +81,9 @@ _OF_IMPORT = {
     for option in ("-h/--help", "--base-model", "--project", "--config", "--data-dir", "--redis", "--s3")
 }
 _STACK = ("-h/--help", "--config", "--data-dir", "--redis", "--s3")
+_PRICES = ("training", "prefill", "cached_prefill", "sampling", "device_hour", "gb_month")
 _SEEN = {
+    *(f"tinsmith admin usage {option}" for option in (*_STACK, "project", "--month")),
     *(f"tinsmith completion {option}" for option in ("-h/--help", "shell")),
     *(f"tinsmith models {option}" for option in (*_STACK[:3], "--json", "add -h/--help", "add hub_id", "add --json")),
     *(f"tinsmith init {option}" for option in ("-h/--help", "file", "--model", "--force", "--json")),
@@ -104,6 +109,7 @@ ADDED: dict[str, set[str]] = {
     "openapi": {
         "get /anthropic/v1/models",
         "get /anthropic/v1/models/{model}",
+        "get /api/v1/billing/usage/runs",
         "get /api/v1/public_archives/{run}/{kind}/{name}",
         "get /oai/api/v1/models/{model}",
         "parameters /anthropic/v1/models/{model}",
@@ -122,6 +128,8 @@ ADDED: dict[str, set[str]] = {
         "schemas CreateMessage",
         "schemas FinishUpload",
         "schemas NextCheckpoint",
+        "schemas RunUsage",
+        "schemas RunsUsed",
         "schemas SearchCheckpoints",
         "schemas StartUpload",
         "schemas Tool",
@@ -138,6 +146,7 @@ ADDED: dict[str, set[str]] = {
             "tinsmith admin limits set --checkpoint-ttl-s",
             "tinsmith admin limits set --keep-checkpoints",
             "tinsmith admin limits set --live-sessions",
+            "tinsmith admin limits set --monthly-budget",
         ),
         *(f"python -m workers.{worker} --copy" for worker in ("trainer", "sampler")),
         *_OF_IMPORT,
@@ -153,9 +162,15 @@ ADDED: dict[str, set[str]] = {
         "limits.project.checkpoint_ttl_s",
         "limits.project.keep_checkpoints",
         "limits.project.live_sessions",
+        "limits.project.monthly_budget",
         "limits.samples",
         "limits.sampled_tokens",
         "base_models.router_replay",
+        *(
+            f"{section}.{name}"
+            for section in ("prices", "base_models.prices")
+            for name in (*_PRICES, "<others>", "<required>")
+        ),
         *(f"engine.{name}" for name in _ENGINE),
         *(f"base_models.{section}.sequence_parallel" for section in ("trainer", "full")),
         *(f"base_models.{section}.tensor_parallel" for section in ("trainer", "full")),
@@ -169,9 +184,11 @@ ADDED: dict[str, set[str]] = {
         "limits.project.checkpoint_ttl_s",
         "limits.project.keep_checkpoints",
         "limits.project.live_sessions",
+        "limits.project.monthly_budget",
         "limits.samples",
         "limits.sampled_tokens",
         "base_models[0].router_replay",
+        *(f"{section}.{name}" for section in ("prices", "base_models[0].prices") for name in _PRICES),
         *(f"engine.{name}" for name in _ENGINE),
         *(f"base_models[0].{section}.sequence_parallel" for section in ("trainer", "full")),
         *(f"base_models[0].{section}.tensor_parallel" for section in ("trainer", "full")),
@@ -183,12 +200,16 @@ ADDED: dict[str, set[str]] = {
         *("tinsmith:models_of:", "tinsmith:model_owners"),
         *("tinsmith:sessions_of:", "tinsmith:session_owners", "tinsmith:sessions_live:"),
         *("tinsmith:samplers_used", "tinsmith:earlier_api"),
-        *("tinsmith:progress:", "tinsmith:recorded:"),
+        *("tinsmith:progress:", "tinsmith:recorded:", "tinsmith:month:"),
     },
     # Keys that ecb7b39 writes only to note that it made lists which it finds made.
     "keys gone": {"tinsmith:runs_listed"},
-    # Fields of a record that ecb7b39 does not read, with their defaults, by the beginning of the record's key.
-    "record fields": {"tinsmith:checkpoints:": {"expiry_by": '""'}, "tinsmith:keys:": {"only_project": "false"}},
+    # Fields of a record that ecb7b39 does not need, with their values, by the beginning of the record's key.
+    "record fields": {
+        "tinsmith:checkpoints:": {"expiry_by": '""'},
+        "tinsmith:keys:": {"only_project": "false"},
+        "tinsmith:page:usage/": {"run training session:train:0 base": "5"},
+    },
     # Values by key, today and then, where ecb7b39 only asks whether the key exists.
     "values": {"tinsmith:taking_calls": ("pieces", "")},
     # Keys that start so and are now deleted before they expire; every version does without them.

@@ -44,6 +44,7 @@ NO_IDS = {
     "GET /api/v1/limits",
     "GET /api/v1/audit",
     "GET /api/v1/billing/usage/events",
+    "GET /api/v1/billing/usage/runs",
     "GET /api/v1/billing/usage/checkpoints/current",
 }
 """They take no id, or none that is looked up; what they list is the caller's own."""

@@ -38,6 +38,7 @@ from workers.process.runtime import Runtime, become, exit_on_hang, exit_process
 from workers.sample import shared_memory
 from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
 from workers.sample.admission import BatchAdmission, ThrottledDispatch
+from workers.sample.device_time import DeviceClock
 from workers.sample.runner import RunningRequests, SampleRunner, TokenPublisher
 from workers.train.committer import BackgroundSaves, Committer
 from workers.train.executor import Executor
@@ -221,7 +222,8 @@ def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides:
     retry_backoff = RetryBackoff(send, dispatch.direct_queue(queue, parts.node))
     background_saves = overrides.background_saves()
     scheduler = _scheduler(parts, serving, owner, RunAhead(background_saves, retry_backoff), overrides.scan_share)
-    committer = Committer(oplog, owner, executor, snapshots, background_saves)
+    devices = serving.base.trainer.gpus_needed
+    committer = Committer(oplog, owner, executor, snapshots, background_saves, devices)
     runner = TrainingRunner(
         oplog, owner, committer, backend.healthy, retry_backoff, scheduler, background_saves, send, queue, end
     )
@@ -301,6 +303,7 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
         batch_admission,
         throttled,
         RouteFiles(parts.store, parts.records.now),
+        DeviceClock(sampler.gpus_needed),
     )
     # While the state server is away this channel misses cancellations. The lease renewal reports them, a third of the
     # lease time later.

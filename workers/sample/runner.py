@@ -20,7 +20,7 @@ import redis
 from app import ids
 from app.domain import ops
 from app.domain.records import Sampler
-from app.domain.results import CACHED, NOTHING, PREFILLED, PROTOBUF, SAMPLED, Result, Usage
+from app.domain.results import CACHED, DEVICE, NOTHING, PREFILLED, PROTOBUF, SAMPLED, Result, Usage
 from app.domain.routes import SequenceRoutes
 from app.domain.sampling import SampleOutput
 from app.errors import Fenced, OpError, Requeue, ServerOpError, TriedOften, Unavailable
@@ -36,6 +36,7 @@ from workers.process import telemetry
 from workers.process.liveness import LeaseKeeper
 from workers.sample.adapters import Adapters
 from workers.sample.admission import BatchAdmission, ThrottledDispatch
+from workers.sample.device_time import DeviceClock
 
 log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
@@ -77,7 +78,9 @@ class SampleRunner:
         batch_admission: BatchAdmission,
         throttled: ThrottledDispatch,
         route_files: RouteFiles,
+        device_clock: DeviceClock,
     ) -> None:
+        self._device_clock = device_clock
         self._oplog, self._records, self._backend, self._publisher = oplog, stored, backend, publisher
         self._batch_admission, self._throttled, self._route_files = batch_admission, throttled, route_files
         self._adapters, self._keeper, self._worker, self._running_requests = adapters, keeper, worker, running_requests
@@ -208,7 +211,9 @@ class SampleRunner:
         telemetry.op_started(entry, sampler.owner)
         pinned = sampler.prefix if entry.adapter is None else entry.adapter
         adapter = self._adapters.use(pinned, sampler.owner, handle)
-        with adapter as adapter_id, self._batch_admission.slot(sampler.owner, request, handle):
+        slot = self._batch_admission.slot(sampler.owner, request, handle)
+        share = self._device_clock.share(request.num_samples)
+        with adapter as adapter_id, slot, share as used:
             output = self._backend.sample(adapter_id, request, handle)
         routes = self._keep_routes(entry.request_id, request.prompt, output)
         prompt, sampled = len(request.prompt), sum(len(sequence.tokens) for sequence in output.sequences)
@@ -216,6 +221,7 @@ class SampleRunner:
         for use, tokens in (uses | {"sampled": sampled}).items():
             telemetry.TOKENS.labels(use).inc(tokens)
         usage = {PREFILLED: prompt - output.cached_tokens, CACHED: output.cached_tokens, SAMPLED: sampled}
+        usage[DEVICE] = used.ms
         counted = {kind: amount for kind, amount in usage.items() if amount}
         return _Ran(Result(encode_sample(output), PROTOBUF), counted, routes)
 

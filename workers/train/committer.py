@@ -13,7 +13,7 @@ from functools import partial
 
 import redis
 
-from app.domain.results import Result
+from app.domain.results import DEVICE, TRAINED, Result
 from app.errors import Fenced, NotFound, OpError, TinsmithError, Unavailable
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry
@@ -41,7 +41,7 @@ class StartedOp:
 
 class Committer:
     """Runs and commits Ops. When a commit is refused or in doubt, the state must be discarded: here for the shared Ops
-    of a pass, by the caller for the requested Op."""
+    of a pass, by the caller for the requested Op. `devices`: the number of devices that a pass keeps busy."""
 
     def __init__(
         self,
@@ -50,9 +50,10 @@ class Committer:
         executor: Executor,
         snapshots: Snapshots,
         background_saves: BackgroundSaves,
+        devices: int,
     ) -> None:
         self._oplog, self._owner, self._executor, self._snapshots = oplog, owner, executor, snapshots
-        self._background_saves = background_saves
+        self._background_saves, self._devices = background_saves, devices
 
     def run(self, group: Sequence[StartedOp]) -> Result | None:
         """Runs the Ops of a pass and commits them. Returns the result of the last one, which is the requested Op; None
@@ -67,8 +68,9 @@ class Committer:
         op_results = self._run_ops(group)
         run_s = time.monotonic() - started
         telemetry.PASS_OPS.observe(len(group))
-        for op, op_result in zip(group, op_results, strict=True):
-            op.resident.add_pending(PendingCommit(op.entry, op_result, run_s, len(group)))
+        for op, op_result, share in zip(group, op_results, _shares(op_results), strict=True):
+            device_ms = round(1000 * run_s * self._devices * share)
+            op.resident.add_pending(PendingCommit(op.entry, op_result, run_s, len(group), device_ms))
         for at, op in enumerate(group):
             try:
                 self.commit(op.resident)
@@ -134,7 +136,8 @@ class Committer:
         try:
             recorded = op_result.result, op_result.writes, op_result.failure
             point = op_result.point and replace(op_result.point, seconds=round(pending.run_s, 3))
-            self._oplog.commit(resident.lease, entry.seq, *recorded, op_result.usage, point)
+            usage = {**op_result.usage, DEVICE: pending.device_ms} if pending.device_ms else op_result.usage
+            self._oplog.commit(resident.lease, entry.seq, *recorded, usage, point)
         except Fenced:
             telemetry.commit_refused(entry, resident.lease.epoch)
             raise
@@ -209,6 +212,18 @@ class Committer:
             OpResult.failed(entry, one) if isinstance(one, OpError) else OpResult.of(one) for entry, one in found
         ]
         return [op_result.as_future() for op_result in op_results]
+
+
+def _shares(op_results: Sequence[Future[OpResult]]) -> list[float]:
+    """Each Op's share of the time of its pass, by its tokens; steps have equal shares. A failed Op has an average
+    share, which nobody pays for."""
+    if len(op_results) == 1:
+        return [1.0]
+    tokens = [None if one.failure else one.usage.get(TRAINED, 1) for one in (each.result() for each in op_results)]
+    known = [each for each in tokens if each is not None]
+    average = sum(known) / len(known) if known else 1.0
+    weights = [average if each is None else each for each in tokens]
+    return [weight / sum(weights) for weight in weights]
 
 
 def _written(entry: Entry, write: DeferredWrite) -> OpResult:

@@ -339,12 +339,14 @@ class PendingCommit:
     """A pending commit: an Op that ran and is not committed yet. `op_result` is not done while a save is being written.
 
     `run_s`: seconds for which this Op and the other `ops_in_pass` - 1 Ops of its pass kept everything else waiting.
+    `device_ms`: its share of that time, on each device of the trainer together.
     """
 
     entry: Entry
     op_result: Future[OpResult]
     run_s: float
     ops_in_pass: int
+    device_ms: int
 
     @property
     def failure(self) -> str:

@@ -1,18 +1,19 @@
-"""Usage and storage of projects: plain accounting, without prices."""
+"""Usage, storage and cost of projects and runs. A cost is an amount at the prices that the settings have today."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from app import ids
 from app.domain.accounts import Caller, User
+from app.domain.prices import GB, MONTH_H, PricesOf, total
 from app.domain.records import Session
-from app.domain.results import CACHED, HOUR_S, PREFILLED, SAMPLED, SAVED, STORED, TRAINED
+from app.domain.results import CACHED, DEVICE, HOUR_S, PREFILLED, SAMPLED, SAVED, STORED, TRAINED
 from app.errors import BadRequest
 from app.services.tenants.access import check_role, list_checkpoints
 from app.services.tenants.audit import admin_projects
@@ -22,8 +23,10 @@ from app.stores.redis.pages import UsageLedger
 from app.stores.redis.records import RedisRecords
 
 LONGEST = timedelta(days=14)
-_GB = 10**9
-_SESSION = "session"
+_SESSION, _RUN = "session", "run"
+"""Names of the fields of a page that describe a session, and that repeat the usage of a run."""
+_Group = tuple[str, str, str]
+"""Project, run and base model. The run is empty for usage that belongs to none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +35,15 @@ class UsageService:
 
     ledger: UsageLedger
     records: RedisRecords
+    prices_of: PricesOf
 
     def events(self, caller: Caller, start: datetime, end: datetime) -> dict[str, Any]:
         """The SDK's BillingUsageResponse for the hours from `start` up to `end`. Usage stays with the project that had
         the run or the sampler at the time. Raises Forbidden, BadRequest, and Unavailable."""
-        hours = range(_hour(start, "starting_on"), _hour(end, "ending_before"))
-        if not timedelta() < end - start <= LONGEST:
-            raise BadRequest(f"ending_before must be after starting_on, by {LONGEST.days} days at most")
-        if not 0 <= start.timestamp() <= self.records.now():
-            raise BadRequest(f"starting_on {start.isoformat()} is in the future, or before 1970")
-        pages = self.ledger.read("usage", admin_projects(caller), hours)
+        pages = self.ledger.read("usage", admin_projects(caller), self._hours(start, end))
         sessions = {id_: about for fields in pages.values() for id_, about in _sessions(fields)}
         emails = self._emails({about["user"] for about in sessions.values()})
-        events = [event for page, fields in pages.items() for event in _events(page, fields, sessions, emails)]
+        events = [event for page, fields in pages.items() for event in self._events(page, fields, sessions, emails)]
         shown = {event["session_id"] for event in events}
         metadata = {id_: texts(about["user_metadata"]) or None for id_, about in sessions.items()}
         return {
@@ -62,6 +61,7 @@ class UsageService:
             projects = [project]
         counts: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
+        costs: defaultdict[tuple[str, str], list[float | None]] = defaultdict(list)
         checkpoints = list_checkpoints(self.records, set(projects))
         sessions = sorted({ids.session_of(checkpoint.model_id) for _, checkpoint in checkpoints})
         found = self.records.read(Session.namespace, sessions)
@@ -70,6 +70,8 @@ class UsageService:
             group = checkpoint.owner, users.get(ids.session_of(checkpoint.model_id), "")
             counts[group] += 1
             sizes[group] += checkpoint.size_bytes
+            month = checkpoint.size_bytes * MONTH_H * HOUR_S
+            costs[group].append(self.prices_of(checkpoint.base_model).cost(STORED, month))
         emails = self._emails({user for _, user in counts})
         return [
             {
@@ -78,10 +80,77 @@ class UsageService:
                 "user_email": emails.get(user),
                 "checkpoint_count": counts[of, user],
                 "size_bytes": sizes[of, user],
-                "size_gigabytes": sizes[of, user] / _GB,
+                "size_gigabytes": sizes[of, user] / GB,
+                "estimated_monthly_cost_usd": total(costs[of, user]),
             }
             for of, user in sorted(counts)
         ]
+
+    def runs(self, caller: Caller, start: datetime, end: datetime) -> list[dict[str, Any]]:
+        """The usage and cost of each run from `start` up to `end`, and the checkpoints that it has now, of the projects
+        where the caller is an admin. Raises Forbidden, BadRequest, and Unavailable."""
+        projects = admin_projects(caller)
+        return self.by_run(projects, self._hours(start, end))
+
+    def by_run(self, projects: Collection[str], hours: range) -> list[dict[str, Any]]:
+        """The rows of `runs` for these projects and hours, the highest cost first, then the most tokens. Usage that
+        belongs to no run is in rows without one: samples of a base model, storage, and usage that an earlier version
+        counted. Raises Unavailable."""
+        used: defaultdict[_Group, Counter[str]] = defaultdict(Counter)
+        for page, fields in self.ledger.read("usage", projects, hours).items():
+            for (run, base_model), amounts in _of_runs(fields).items():
+                used[page.project, run, base_model].update(amounts)
+        stored: Counter[_Group] = Counter()
+        for _, checkpoint in list_checkpoints(self.records, set(projects)):
+            stored[checkpoint.owner, checkpoint.model_id, checkpoint.base_model] += checkpoint.size_bytes
+        rows = [self._row(group, used[group], stored[group]) for group in sorted({*used, *stored})]
+        return sorted(rows, key=lambda row: (-(row["estimated_cost_usd"] or 0), -row["training_tokens"]))
+
+    def _row(self, group: _Group, amounts: Counter[str], stored: int) -> dict[str, Any]:
+        (project, run, base_model), prices = group, self.prices_of(group[2])
+        return {
+            "project_id": project,
+            "run_id": run or None,
+            "base_model": base_model,
+            "training_tokens": amounts[TRAINED],
+            "prefill_tokens": amounts[PREFILLED],
+            "cached_prefill_tokens": amounts[CACHED],
+            "sampled_tokens": amounts[SAMPLED],
+            "device_seconds": amounts[DEVICE] / 1000,
+            "checkpoints": amounts[SAVED],
+            "gigabyte_hours": amounts[STORED] / GB / HOUR_S,
+            "stored_bytes": stored,
+            "estimated_cost_usd": total([prices.cost(kind, amount) for kind, amount in amounts.items()]),
+        }
+
+    def _hours(self, start: datetime, end: datetime) -> range:
+        """The hours of a window. Raises BadRequest."""
+        hours = range(_hour(start, "starting_on"), _hour(end, "ending_before"))
+        if not timedelta() < end - start <= LONGEST:
+            raise BadRequest(f"ending_before must be after starting_on, by {LONGEST.days} days at most")
+        if not 0 <= start.timestamp() <= self.records.now():
+            raise BadRequest(f"starting_on {start.isoformat()} is in the future, or before 1970")
+        return hours
+
+    def _events(
+        self, page: Page, fields: Fields, sessions: Mapping[str, dict[str, Any]], emails: Mapping[str, str]
+    ) -> Iterator[dict[str, Any]]:
+        for kind, session, base_model, amount in _totals(fields):
+            if kind == DEVICE:  # the SDK has no event for it
+                continue
+            user, rate = sessions.get(session, {}).get("user", ""), self.prices_of(base_model).rate(kind)
+            yield {
+                "bucket_start": timestamp(page.hour * HOUR_S),
+                "bucket_end": timestamp((page.hour + 1) * HOUR_S),
+                "base_model": base_model,
+                "user_id": user_urn(user) if user else None,
+                "user_name": emails.get(user),
+                "session_id": session or None,
+                "project_id": page.project,
+                "estimated_cost_usd": None if rate is None else rate * amount,
+                **_rates(kind, rate),
+                "event_info": _info(kind, amount),
+            }
 
     def _emails(self, users: set[str]) -> dict[str, str]:
         """Emails of the users that have an account."""
@@ -103,24 +172,34 @@ def _sessions(fields: Fields) -> Iterator[tuple[str, dict[str, Any]]]:
             yield session, json.loads(text)
 
 
-def _events(
-    page: Page, fields: Fields, sessions: Mapping[str, dict[str, Any]], emails: Mapping[str, str]
-) -> Iterator[dict[str, Any]]:
+def _totals(fields: Fields) -> Iterator[tuple[str, str, str, int]]:
+    """Kind, session, base model and amount of each kind of usage on a page."""
     for name, amount in fields.items():
         kind, session, base_model = (*name.split(" ", 2), "")[:3]
-        if kind == _SESSION:
-            continue
-        user = sessions.get(session, {}).get("user", "")
-        yield {
-            "bucket_start": timestamp(page.hour * HOUR_S),
-            "bucket_end": timestamp((page.hour + 1) * HOUR_S),
-            "base_model": base_model,
-            "user_id": user_urn(user) if user else None,
-            "user_name": emails.get(user),
-            "session_id": session or None,
-            "project_id": page.project,
-            "event_info": _info(kind, int(amount)),
-        }
+        if kind not in (_SESSION, _RUN):
+            yield kind, session, base_model, int(amount)
+
+
+def _of_runs(fields: Fields) -> dict[tuple[str, str], Counter[str]]:
+    """The amounts by kind, of each run and base model on a page; those of no run have an empty run."""
+    found: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for kind, _, base_model, amount in _totals(fields):
+        found["", base_model][kind] += amount
+    for name, text in fields.items():
+        if name.startswith(f"{_RUN} "):
+            _, kind, run, base_model = name.split(" ", 3)
+            found[run, base_model][kind] += int(text)
+            found["", base_model][kind] -= int(text)
+    return {group: +amounts for group, amounts in found.items() if +amounts}
+
+
+def _rates(kind: str, rate: float | None) -> dict[str, float | None]:
+    """The SDK's field for the price of one unit of its own."""
+    if rate is None:
+        return {}
+    if kind == STORED:
+        return {"effective_rate_usd_per_gigabyte_month": rate * GB * MONTH_H * HOUR_S}
+    return {"effective_rate_usd_per_million_tokens": rate * 10**6}
 
 
 def _info(kind: str, amount: int) -> dict[str, Any]:
@@ -131,7 +210,7 @@ def _info(kind: str, amount: int) -> dict[str, Any]:
         return {"type": PREFILLED, "cached": kind == CACHED, "token_count": amount}
     if kind == SAVED:
         return {"type": kind, "count": amount}
-    return {"type": STORED, "free": False, "gigabyte_hours": amount / _GB / HOUR_S}
+    return {"type": STORED, "free": False, "gigabyte_hours": amount / GB / HOUR_S}
 
 
 def _order(event: dict[str, Any]) -> tuple[str, int]:

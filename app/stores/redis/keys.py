@@ -103,6 +103,8 @@
                               tokens, logprobs; expires, and may be lost: the result holds all tokens
     page:<page>         HASH  usage or audit entries of a project in one hour: "<book>/<project>/<hour>"
                               (app/stores/pages.py); moves to the object store when the hour is over
+    month:<project>/<month>  HASH  "<kind> <base model>" -> usage of a project in one month, counted from January 1970;
+                              a budget is compared with it; expires
     pages               ZSET  the same names -> the hour
     pages_closed        STR   the last hour whose pages are closed: nothing is written to them any more
     storage_measured    STR   the time of the last measurement of the checkpoints' sizes, in unix seconds

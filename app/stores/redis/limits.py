@@ -11,7 +11,7 @@ from typing import cast
 import redis
 
 from app.domain.limits import UNCHARGED, Charge, Limits, Payer, Used
-from app.errors import LimitReached, TooManyRequests
+from app.errors import BudgetSpent, LimitReached, TooManyRequests
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.client import Scripts
@@ -27,7 +27,17 @@ _TEXTS = {
     "live_sessions": "{payer} has {used:.0f} sessions that have not ended, and its live_sessions is {limit:.0f}: "
     "finish one, or wait until the silent ones expire",
     "storage_bytes": "{payer} has {used:.0f} bytes of checkpoints, and its storage_bytes is {limit:.0f}: delete some",
+    "monthly_budget": "{payer} has spent {used:.6g} US dollars this month, and its monthly_budget is {limit:.6g}: it "
+    "can train and sample again in the next month (UTC), or when the operator raises the budget; saving and reading "
+    "still work",
 }
+_FINAL: dict[str, type[LimitReached]] = {
+    "live_models": LimitReached,
+    "live_sessions": LimitReached,
+    "storage_bytes": LimitReached,
+    "monthly_budget": BudgetSpent,
+}
+"""The errors for limits that waiting a few seconds does not help."""
 _SEEN = "GET /api/v1/limits shows the limits and their use"
 
 
@@ -94,8 +104,8 @@ def check(found: Sequence[bytes]) -> None:
     name, payer, used, limit, wait_ms = (part.decode() for part in found[1:])
     wait = max(1, math.ceil(int(wait_ms) / 1000))
     text = _TEXTS[name].format(payer=payer.replace(":", " ", 1), used=float(used), limit=float(limit))
-    if name in ("live_models", "live_sessions", "storage_bytes"):
-        raise LimitReached(f"{text}; {_SEEN}")
+    if name in _FINAL:
+        raise _FINAL[name](f"{text}; {_SEEN}")
     error = TooManyRequests(f"{text}; try again in {wait} s; {_SEEN}")
     error.retry_after_s = wait
     raise error

@@ -44,6 +44,12 @@ class RedisPages:
         """The fields of a page; empty for a page that does not exist."""
         return text_fields(read_hash(self._redis, keys.page(page)))
 
+    def this_month(self, project: str) -> dict[tuple[str, str], float]:
+        """The project's usage in this calendar month (UTC): amounts by kind and base model."""
+        found: list[bytes] = self._run("month_usage", project)
+        names = [tuple(name.decode().split(" ", 1)) for name in found[::2]]
+        return {(kind, base): float(amount) for (kind, base), amount in zip(names, found[1::2], strict=True)}
+
     def measured(self) -> float | None:
         """The time of the last measurement of the checkpoints' sizes, in unix seconds; None if there was none."""
         found = cast(bytes | None, self._redis.get(keys.STORAGE_MEASURED))

@@ -4,6 +4,7 @@ To add the mutant of a guard, write the smallest change that removes it, and nam
 """
 
 from tests.mutants.guards import (
+    cost,
     edges,
     hostile,
     journal,
@@ -35,4 +36,5 @@ MUTANTS = (
     *polls.MUTANTS,
     *promotions.MUTANTS,
     *retention.MUTANTS,
+    *cost.MUTANTS,
 )

@@ -299,8 +299,8 @@ MUTANTS = (
     Mutant(
         "usage: an Op that failed",
         f"{_LUA}/journal.lua",
-        "if ARGV[4] == 'done' then count_usage(key, ARGV[10]) end",
-        "count_usage(key, ARGV[10])",
+        "if ARGV[4] == 'done' then count_usage(key, model, ARGV[10]) end",
+        "count_usage(key, model, ARGV[10])",
         f"{_STORES}/test_pages.py::test_what_failed_counts_nothing",
     ),
     Mutant(

@@ -215,7 +215,7 @@ for _, write in ipairs(cjson.decode(ARGV[8])) do
   end)
   redis.call('ZADD', 'tinsmith:index:' .. write[1], 0, write[2])
 end
-if ARGV[4] == 'done' then count_usage(key, ARGV[10]) end
+if ARGV[4] == 'done' then count_usage(key, model, ARGV[10]) end
 local later = redis.call('ZRANGEBYSCORE', 'tinsmith:journal:' .. model, '(' .. seq, '+inf', 'LIMIT', 0, 1)
 if #later == 0 then
   redis.call('ZREM', 'tinsmith:pending', model)

@@ -152,7 +152,8 @@ end
 -- part: take
 -- needs: live_models, live_sessions, now_ms, rates, storage
 -- The first limit of a payer that refuses a charge: {'limited', its name, payer, amount used, the limit, ms to wait};
--- nil if no limit refuses it. A call that later parts of its batch depend on (`awaited`) skips the rate limits.
+-- nil if no limit refuses it. A call that later parts of its batch depend on (`awaited`) skips the rate limits and the
+-- budget.
 local function over_limit(payer, charge, awaited, now)
   local limits = payer.limits
   local function over(name, used, wait)
@@ -176,6 +177,10 @@ local function over_limit(payer, charge, awaited, now)
   if charge.samples > 0 and limits.concurrent_samples then
     local held = tonumber(redis.call('HGET', 'tinsmith:sampling_of', payer.name) or 0)
     if held > 0 and held + charge.samples > limits.concurrent_samples then return over('concurrent_samples', held, 1000) end
+  end
+  if charge.spends and limits.monthly_budget and payer.kind == 'project' and not awaited
+     and charge.spent >= limits.monthly_budget then
+    return over('monthly_budget', charge.spent, 0)
   end
   for rate, amount in pairs({requests = 1, tokens = charge.tokens}) do
     local limit = limits[rate .. '_per_s']

@@ -19,18 +19,47 @@ local function page_of(book, project, hour)
   return 'tinsmith:page:' .. name
 end
 
+-- part: month
+-- The number of an hour's month (UTC), counted from January 1970, by the usual conversion of days to dates of a calendar
+-- whose years begin in March.
+local function month_of(hour)
+  local day = math.floor(hour / 24) + 719468
+  local era = math.floor(day / 146097)
+  local of_era = day % 146097
+  local year = math.floor((of_era - math.floor(of_era / 1460) + math.floor(of_era / 36524) - math.floor(of_era / 146096)) / 365)
+  local of_year = of_era - (365 * year + math.floor(year / 4) - math.floor(year / 100))
+  return (era * 400 + year - 1970) * 12 + math.floor((5 * of_year + 2) / 153) + 2
+end
+
+-- The key of a project's usage in the month of an hour: amounts by "<kind> <base model>". The budget is compared with it.
+local function month_key(project, hour)
+  return 'tinsmith:month:' .. project .. '/' .. month_of(hour)
+end
+
+local MONTH_KEPT_S = 62 * 24 * 3600
+
+-- Add an amount to a project's month. As floats: a month of byte-seconds has more than 63 bits.
+local function count_month(project, hour, name, amount)
+  local key = month_key(project, hour)
+  redis.call('HINCRBYFLOAT', key, name, amount)
+  redis.call('EXPIRE', key, MONTH_KEPT_S)
+end
+
 -- part: count_usage
--- needs: pages
+-- needs: month, pages
 -- Count the usage of an Op or a sample for the project that owns its model or sampler (`record` is that record's key)
--- now. `usage`: JSON, amounts by kind. The page stores the user of every session on it, because the session's own
--- record is deleted some day.
-local function count_usage(record, usage)
+-- now, for the session and, with a `run`, for this run. `usage`: JSON, amounts by kind. The page stores the user of every
+-- session on it, because the session's own record is deleted some day.
+local function count_usage(record, run, usage)
   local found = usage ~= '{}' and redis.call('HMGET', record, 'owner', 'session_id', 'base_model')
   if not found or not found[1] then return end
-  local session, base = cjson.decode(found[2]), cjson.decode(found[3])
-  local page = page_of('usage', cjson.decode(found[1]), hour_now())
+  local project, session, base = cjson.decode(found[1]), cjson.decode(found[2]), cjson.decode(found[3])
+  local hour = hour_now()
+  local page = page_of('usage', project, hour)
   for kind, amount in pairs(cjson.decode(usage)) do
     redis.call('HINCRBY', page, kind .. ' ' .. session .. ' ' .. base, amount)
+    if run then redis.call('HINCRBY', page, 'run ' .. kind .. ' ' .. run .. ' ' .. base, amount) end
+    count_month(project, hour, kind .. ' ' .. base, amount)
   end
   if redis.call('HEXISTS', page, 'session ' .. session) == 0 then
     local about = redis.call('HMGET', 'tinsmith:sessions:' .. session, 'user', 'user_metadata')
@@ -57,8 +86,13 @@ local closed = math.max(pages_closed(), hour_now() - 1)
 redis.call('SET', 'tinsmith:pages_closed', closed)
 return redis.call('ZRANGEBYSCORE', 'tinsmith:pages', '-inf', closed, 'LIMIT', 0, ARGV[1])
 
+-- script: month_usage flags=allow-oom
+-- needs: month, pages
+-- Read a project's usage of this month. ARGV: project. Returns name, amount, ...
+return redis.call('HGETALL', month_key(ARGV[1], hour_now()))
+
 -- script: measure_storage flags=allow-oom
--- needs: pages
+-- needs: month, pages
 -- Add the storage that checkpoints took between two measurements to the usage pages, once. ARGV: time of the last
 -- measurement ('' for none), time of this one, JSON list of {project, base model, hour, byte-seconds as text}.
 -- Returns 1, or 0 when another measurement was the last one.
@@ -66,5 +100,6 @@ if (redis.call('GET', 'tinsmith:storage_measured') or '') ~= ARGV[1] then return
 redis.call('SET', 'tinsmith:storage_measured', ARGV[2])
 for _, held in ipairs(cjson.decode(ARGV[3])) do
   redis.call('HINCRBY', page_of('usage', held[1], held[3]), 'storage  ' .. held[2], held[4])
+  count_month(held[1], held[3], 'storage ' .. held[2], held[4])
 end
 return 1

@@ -219,7 +219,7 @@ local request, keep_s, usage = ARGV[1], ARGV[7], ARGV[8]
 local day, attempt, bytes, keep_routes_s = ARGV[9], ARGV[10], ARGV[11], ARGV[12]
 local result = result_of(ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
 if not result then return lapsed() end
-local charged = charged_for(request)
+local charged, adapter = charged_for(request), redis.call('HGET', 'tinsmith:op:' .. request, 'adapter') or ''
 if not close_sample(request, result, keep_s) then
   redis.call('DEL', result.staged)
   return 0
@@ -229,9 +229,11 @@ if day then
   count_routes(day, charged.payers, bytes)
 end
 local took = 0
-for _, amount in pairs(cjson.decode(usage)) do took = took + amount end
+for kind, amount in pairs(cjson.decode(usage)) do took = took + (kind == 'device' and 0 or amount) end
 give_back(charged, took)
-if result.state == 'done' then count_usage('tinsmith:samplers:' .. request:match('^(.*):%d+$'), usage) end
+if result.state == 'done' then
+  count_usage('tinsmith:samplers:' .. request:match('^(.*):%d+$'), adapter:match('^models/([^/]+)/'), usage)
+end
 return 1
 
 -- script: cancel_sample flags=allow-oom

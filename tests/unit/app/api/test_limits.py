@@ -220,6 +220,7 @@ def test_limits_say_what_holds_and_what_is_used(api: Api, limit: Limit) -> None:
         "weight": 2,
         "checkpoint_ttl_s": None,
         "keep_checkpoints": None,
+        "monthly_budget": None,
     }
     assert found["used"].pop("tokens_per_s") == pytest.approx(0.3, rel=1e-2), "3 tokens in 10 s"
     assert found["used"] == {
@@ -228,6 +229,7 @@ def test_limits_say_what_holds_and_what_is_used(api: Api, limit: Limit) -> None:
         "live_sessions": 2,
         "storage_bytes": 10,
         "concurrent_samples": 3,
+        "monthly_budget": None,
     }
 
 

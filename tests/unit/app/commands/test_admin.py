@@ -18,7 +18,7 @@ from app.errors import Unauthorized
 from app.services.tenants.access import Authenticator
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
-from app.stores.pages import PageFiles
+from app.stores.pages import Page, PageFiles
 from app.stores.redis.pages import RedisPages
 from app.stores.redis.records import RedisRecords
 from tests.pages import age, in_mid_hour
@@ -95,6 +95,26 @@ def test_limits_are_set_lifted_and_listed(tinsmith, caller_of):
     assert '"tokens_per_s": "default"' in lines[-1][1]
     with pytest.raises(SystemExit):
         cli.main(["admin", "limits", "set", project, "--live-models", "few"])
+
+
+def test_usage_and_cost_of_a_month_are_listed_by_run(tinsmith, tmp_path, monkeypatch):
+    settings = tmp_path / "priced.toml"
+    settings.write_text("[prices]\ntraining = 2.0\ndevice_hour = 3.6\n")
+    monkeypatch.setenv("TINSMITH_SETTINGS", str(settings))
+    pages = PageFiles(FolderStore(tmp_path / "objects", "", ""))
+    run = {"run training s:train:0 base": "500000", "training s base": "600000", "device s base": "2000"}
+    first, last = (int(datetime(2025, 10, day, tzinfo=UTC).timestamp()) // HOUR_S for day in (1, 31))
+    for hour in (first - 1, first, last + 23, last + 24):
+        pages.add(Page("usage", "mine", hour), run)
+    lines = [line.split("\t") for line in tinsmith("admin", "usage", "mine", "--month", "2025-10").splitlines()]
+    assert lines[1:] == [
+        ["s:train:0", "base", "1000000", "0", "0", "0", "0.000", "0.000000", "2.000000"],
+        ["-", "base", "200000", "0", "0", "0", "4.000", "0.000000", "0.404000"],
+        ["total", *[""] * 7, "2.404000"],
+    ]
+    assert tinsmith("admin", "usage", "mine").splitlines()[1:] == ["\t".join(["total", *[""] * 7, "-"])]
+    with pytest.raises(SystemExit):
+        cli.main(["admin", "usage", "mine", "--month", "2025-13"])
 
 
 def test_rebuild_brings_accounts_back_to_an_emptied_state_server(tinsmith, caller_of, client):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from app.api.base import EXTENSION
+from app.domain.prices import Prices
 from app.domain.results import Result
 from app.services.tenants.accounts import AccountService
 from app.stores.objects.accounts import AccountFiles
@@ -75,6 +78,21 @@ def test_an_admin_sees_the_usage_of_each_day_and_model(api: Api, tenant: Tenant,
     today = datetime.fromtimestamp(api.services.records.now(), UTC).date()
     (found,) = [cells for cells in rows(page, "Usage of 14 days") if cells[0] == str(today)]
     assert found == [str(today), BASE, "1,234", "0", "0", "4", "0"]
+
+
+def test_an_admin_sees_the_usage_and_cost_of_each_run(
+    api: Api, tenant: Tenant, browser: Browsers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(api, tenant, trained=1234)
+    cells = [tenant.ids["model"], tenant.project, BASE, "1,234", "4", "0", "0", "10 B"]
+    logged_in = browser(tenant.key("admin"))
+    assert cells in rows(logged_in.get("usage").text, "Runs of 14 days")
+    usage = replace(api.services.usage, prices_of=lambda base: Prices(training=10**6))
+    application = api.client.application
+    monkeypatch.setitem(application.extensions, EXTENSION, replace(api.services, usage=usage))
+    page = logged_in.get("usage").text
+    assert [*cells, "1,234"] in rows(page, "Runs of 14 days")
+    assert "Together 1,234 US dollars" in page
 
 
 def test_an_admin_sees_the_stored_checkpoints(api: Api, tenant: Tenant, browser: Browsers) -> None:

@@ -22,6 +22,7 @@ def test_the_settings_limit_every_project():
         *({"weight": 0}, {"weight": 1e-10}, {"weight": 1e308}),
         *({"checkpoint_ttl_s": 3599}, {"checkpoint_ttl_s": 315_360_001}, {"checkpoint_ttl_s": 0}),
         *({"keep_checkpoints": 0}, {"keep_checkpoints": 1.5}, {"keep_checkpoints": 1001}),
+        *({"monthly_budget": -1}, {"monthly_budget": float("inf")}),
     ],
 )
 def test_a_limit_that_makes_no_sense_is_named(wrong):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app import settings
+from app.domain.prices import Prices
 from app.settings import Settings
 from app.settings.template import template
 
@@ -40,15 +42,17 @@ def test_only_the_given_values_are_set(base: dict[str, Any], tmp_path: Path):
 def test_each_commented_setting_is_there_once_with_its_default(base: dict[str, Any], tmp_path: Path):
     text = template(base, ["About."])
     names = ["requests_per_s", "tokens_per_s", "concurrent_samples", "live_models", "live_sessions", "storage_bytes"]
-    all_set = {**dict.fromkeys([*names, "checkpoint_ttl_s"], 3600), "keep_checkpoints": 1000}
+    all_set = {**dict.fromkeys([*names, "checkpoint_ttl_s", "monthly_budget"], 3600), "keep_checkpoints": 1000}
     uncommented = re.sub(r"^#(?! )", "", text, flags=re.MULTILINE)
     given = uncommented.replace("keep_checkpoints = NUMBER", "keep_checkpoints = 1000").replace("NUMBER", "3600")
     found = loaded(given, tmp_path)
     named = base or {"name": "Qwen/Qwen3-0.6B", "path": "/models/Qwen3-0.6B"}
-    limits = {"project": all_set}
-    assert found == settings.parse({"base_models": [{**named, "full": {}, "full_sampler": {}}], "limits": limits}, "")
+    prices = dict.fromkeys(asdict(Prices()), 3600)
+    more = {"limits": {"project": all_set}, "prices": prices}
+    base_models = [{**named, "prices": prices, "full": {}, "full_sampler": {}}]
+    assert found == settings.parse({"base_models": base_models, **more}, "")
     keys = {line.partition(" = ")[0] for line in uncommented.splitlines() if not line.startswith(("#", "["))} - {""}
-    sections = {"api", "redis", "store", "engine", "limits", "base_models", "project"}
+    sections = {"api", "redis", "store", "engine", "limits", "base_models", "project", "prices", "tracing"}
     assert keys == {name for name, _ in fields()} - sections - {"trainer", "sampler", "full", "full_sampler"}
 
 

@@ -207,3 +207,12 @@ def test_a_sampler_of_full_fine_tunes_needs_its_vllm_too(installed, monkeypatch)
     monkeypatch.setattr(checks, "_version", lambda name: None)
     with pytest.raises(SetupError, match="not installed"):
         checks.vllm(base_model(full_sampler=SamplerSettings(backend="vllm")))
+
+
+def test_a_budget_needs_a_price_unless_it_pauses_all_projects():
+    budget = {"project": {"monthly_budget": 5.0}}
+    with pytest.raises(SetupError, match=r"monthly_budget is 5, and nothing has a price.*\[prices\]"):
+        checks.everything(Settings(limits=budget))
+    checks.budget(Settings(limits={"project": {"monthly_budget": 0}}))
+    checks.budget(Settings(limits=budget, prices={"device_hour": 2}))
+    checks.budget(Settings(limits=budget, base_models=(base_model(prices={"training": 0.0}),)))

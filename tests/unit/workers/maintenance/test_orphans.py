@@ -18,7 +18,8 @@ from app.domain.records import UPLOADS, Checkpoint, Model, Sampler, Session, Upl
 from app.domain.results import Result
 from app.services.admission import LimitsOf, QuotaService
 from app.services.imports.importer import Importer
-from app.settings import EngineSettings, StoreSettings
+from app.services.tenants.spending import Spending
+from app.settings import EngineSettings, Settings, StoreSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.routes import DAY_S
@@ -26,6 +27,7 @@ from app.stores.objects.s3 import S3Store
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
+from app.stores.redis.pages import RedisPages
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Lease
@@ -331,8 +333,9 @@ def test_routes_count_no_more_once_their_files_are_removed(installation: Install
 def test_files_of_an_import_that_broke_off_go(installation: Installation, tmp_path: Path):
     client, records, store = installation.client, installation.records, installation.store
     lifecycle, quotas = RedisLifecycle(client, PATIENT), RedisQuotas(client, PATIENT)
+    spending = Spending(RedisPages(client, PATIENT), Settings().prices_of)
     importer = Importer(
-        records, installation.oplog, lifecycle, store, QuotaService(LimitsOf(records, Limits()), quotas)
+        records, installation.oplog, lifecycle, store, QuotaService(LimitsOf(records, Limits()), quotas, spending)
     )
     file = tmp_path / "adapter_config.json"
     file.write_bytes(b"{}")

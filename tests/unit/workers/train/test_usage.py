@@ -3,24 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 
-from app.domain.ops import ForwardBackward, SaveWeights
+from app.domain.ops import Batch, ForwardBackward, Ragged, SaveWeights
 from app.errors import Requeue, UserOpError
 from app.stores.redis import keys
-from tests.pages import used
+from tests.pages import device_ms, used, used_by_runs
 from tests.unit.workers.conftest import MODEL, Worker, World, batch, step
 from tests.unit.workers.sample.test_runner import REQUEST, SESSION, admit, backend, runner
-from tests.unit.workers.train.test_scheduler import A, B, C, PassRecorder, gradient, handle, merging
+from tests.unit.workers.train.test_scheduler import (
+    MERGED,
+    A,
+    B,
+    C,
+    PassRecorder,
+    gradient,
+    handle,
+    infinite_ratio,
+    merging,
+    worker_of,
+)
 from tests.unit.workers.train.test_scheduler import admit as admit_to
 from workers.backends.sampling.base import SamplerBackend
+from workers.train import committer
 
 __all__ = ["backend", "merging"]
 BATCH_TOKENS = 19
 TRAINED = "training session base"
+
+
+def repeated(times: int) -> Batch:
+    """The tokens of `batch(1)` so many times."""
+    one = batch(1)
+    rows, targets = (list(each) * times for each in (one.tokens, one.inputs["target_tokens"]))
+    return Batch(Ragged.of(rows, np.int32), {"target_tokens": Ragged.of(targets, np.int64)})
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock on which every pass takes a second."""
+    monkeypatch.setattr(committer, "time", SimpleNamespace(monotonic=count().__next__))
 
 
 def trained(world: World) -> int:
@@ -44,6 +72,7 @@ def test_forwards_and_batches_count_their_tokens_and_saves_their_checkpoints(wor
     assert used(world.client) == {TRAINED: 2 * BATCH_TOKENS, "checkpoint session base": 1}
 
 
+@pytest.mark.usefixtures("clock")
 def test_replays_count_nothing(world: World):
     worker = world.worker("a/1")
     worker.handle(0, "create_model")
@@ -52,6 +81,7 @@ def test_replays_count_nothing(world: World):
         worker = world.worker(f"a/{seq}")  # the worker before died, and the whole journal is replayed
         worker.handle(seq, op.kind)
     assert trained(world) == 3 * BATCH_TOKENS
+    assert device_ms(world.client) == 7 * 1000, "the creation, three batches and three steps"
 
 
 def test_a_failed_batch_counts_nothing(world: World, monkeypatch: pytest.MonkeyPatch):
@@ -59,9 +89,10 @@ def test_a_failed_batch_counts_nothing(world: World, monkeypatch: pytest.MonkeyP
     worker.handle(0, "create_model")
     world.admit(1, step()[0])
     monkeypatch.setattr(worker.backend, "apply", lambda ops: dict.fromkeys(ops, UserOpError("infinite")))
+    before = device_ms(world.client)
     result = worker.handle(1)
     assert result is not None and result.failed
-    assert trained(world) == 0
+    assert (trained(world), device_ms(world.client)) == (0, before)
 
 
 def lost_answer(commit: Callable[..., None]) -> Callable[..., None]:
@@ -117,3 +148,42 @@ def test_a_sample_counts_its_prompt_and_all_it_drew_and_once(world: World, backe
     assert found.pop("sampling_sample") == REQUEST.num_samples * REQUEST.max_tokens
     assert sum(found.values()) == len(REQUEST.prompt)
     assert found.keys() <= {"sampling_prefill", "sampling_prefill_cached"}
+    assert device_ms(world.client) > 0
+    assert not used_by_runs(world.client), "a sample of the base model"
+
+
+@pytest.mark.usefixtures("clock", "merging")
+def test_the_time_of_a_shared_pass_is_divided_by_tokens_and_counts_each_device(world: World):
+    """A second process takes over the open backend of the node, with settings of four ranks."""
+    trainer = world.base.trainer.model_copy(update={"ranks": 4})
+    world.base = world.base.model_copy(update={"trainer": trainer})
+    worker = worker_of(world, "a/2", merged_tokens=MERGED)
+    before = used_by_runs(world.client)
+    for model_id, sequences in ((A, 1), (B, 1), (C, 2)):
+        admit_to(world, model_id, 1, ForwardBackward(repeated(sequences), "cross_entropy"))
+    recorder = PassRecorder(worker)
+    handle(worker, A, 1)
+    for model_id in (A, B, C):
+        admit_to(world, model_id, 2, step()[1])
+    handle(worker, A, 2, "optim_step")
+    assert recorder.passes == [{A, B, C}] * 2
+    after = {name: amount - before.get(name, 0) for name, amount in used_by_runs(world.client).items()}
+    steps = round(4000 / 3)
+    assert {model_id: after[f"device {model_id} base"] for model_id in (A, B, C)} == {
+        A: 1000 + steps,
+        B: 1000 + steps,
+        C: 2000 + steps,
+    }
+    assert after[f"training {C} base"] == 2 * after[f"training {A} base"]
+
+
+@pytest.mark.usefixtures("clock")
+def test_nobody_pays_for_an_op_that_failed_in_a_shared_pass(world: World, merging: Worker):
+    before = device_ms(world.client)
+    for model_id in (A, B, C):
+        admit_to(world, model_id, 1, infinite_ratio() if model_id == B else gradient(1))
+    recorder = PassRecorder(merging)
+    handle(merging, A, 1)
+    assert recorder.passes == [{A, B, C}]
+    assert device_ms(world.client) - before == 2 * round(1000 / 3)
+    assert not [name for name in used_by_runs(world.client) if name.startswith(f"training {B}")]

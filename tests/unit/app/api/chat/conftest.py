@@ -10,6 +10,7 @@ from flask import Flask
 
 from app import create_app
 from app.api.base import EXTENSION
+from app.domain.limits import Limits
 from app.services.openai.tokenizer import read
 from app.settings import ApiSettings, Settings
 from app.stores.redis.client import connect
@@ -41,3 +42,11 @@ def served(app: Flask, state_url: str) -> Iterator[tuple[Api, Standin]]:
         yield Api(app.test_client(), services), standin
         standin.over.set()
         thread.join(30)
+
+
+@pytest.fixture
+def spent_budget(app: Flask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every project has a budget of nothing."""
+    limits = app.extensions[EXTENSION].quotas._limits
+    monkeypatch.setattr(limits, "_default", Limits(monthly_budget=0))
+    monkeypatch.setattr(limits, "_found", {})

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import redis
 
+from app.domain.limits import PROJECT, Charge, Limits, Payer
 from app.domain.records import Model, Session
 from app.domain.results import Result
 from app.errors import Fenced, Unavailable
@@ -15,13 +18,14 @@ from app.settings import EngineSettings
 from app.stores.pages import Page, StorageUse
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.pages import RedisPages
 from app.stores.redis.records import RedisRecords, dump
-from tests.pages import age, in_mid_hour, listed, used
+from tests.pages import age, in_mid_hour, listed, used, used_by_runs
 from tests.servers import MAX_MEMORY
 from tests.unit.app.stores.redis.journal_steps import MODEL, OK, admit, own
+from tests.unit.app.stores.redis.test_samples import QUEUE, SAMPLER, samples
 from tests.unit.app.stores.redis.test_samples import admit as admit_sample
-from tests.unit.app.stores.redis.test_samples import samples
 
 __all__ = ["samples"]
 FAILED = Result(b"{}", failed=True)
@@ -46,6 +50,7 @@ def test_a_commit_counts_what_it_used_and_no_second_one_does(oplog, client):
         with pytest.raises(Fenced):
             oplog.commit(lease, seq, OK, usage=TOKENS)
     assert used(client) == {"training session base": 42, "checkpoint session base": 1}
+    assert used_by_runs(client) == {f"training {MODEL} base": 42, f"checkpoint {MODEL} base": 1}
 
 
 def test_an_owner_that_was_replaced_counts_nothing(oplog, client):
@@ -171,3 +176,38 @@ def test_a_measurement_counts_once_and_exactly(pages, client):
     assert pages.measured() == 100.25
     assert pages.measure(100.25, 101.0, held)
     assert used(client) == {"storage  base": 6 * 10**17 + 2}
+
+
+def test_a_month_has_all_usage_of_its_project_once(oplog, client, pages):
+    now = RedisRecords(client).now()
+    assert pages.measure(None, now, [])
+    for _ in range(2):
+        pages.measure(now, now + 1, [StorageUse("me", "base", int(now // 3600), 10**18)])
+    admit(oplog, 0)
+    lease = own(oplog)
+    oplog.commit(lease, 0, OK, usage=TOKENS)
+    with pytest.raises(Fenced):
+        oplog.commit(lease, 0, OK, usage=TOKENS)
+    assert pages.this_month("me") == {("training", "base"): 30, ("storage", "base"): 10**18}
+    assert pages.this_month("you") == {}
+    assert all(client.ttl(key) > 31 * 24 * 3600 for key in client.keys("tinsmith:month:*"))
+
+
+def test_months_are_those_of_the_calendar(client, pages):
+    """Storage is measured for any hour, so it shows the month of each."""
+    days = [datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=day) for day in range(0, 60_000, 29)]
+    edges = [datetime(year, month, 1, tzinfo=UTC) for year in (1972, 2000, 2026, 2100) for month in (1, 3, 12)]
+    moments = [*days, *(edge - timedelta(hours=ago) for edge in edges for ago in (0, 1))]
+    hours = [int(moment.timestamp() // 3600) for moment in moments]
+    assert pages.measure(None, 1.0, [StorageUse("me", "base", hour, 1) for hour in hours])
+    expected = Counter((moment.year - 1970) * 12 + moment.month - 1 for moment in moments)
+    found = {int(key.decode().rpartition("/")[2]): client.hgetall(key) for key in client.keys("tinsmith:month:me/*")}
+    assert found == {month: {b"storage base": str(count).encode()} for month, count in expected.items()}
+
+
+def test_the_time_of_devices_takes_no_tokens_from_a_refund(client, samples):
+    """Only tokens count against tokens_per_s."""
+    payer, request = Payer(PROJECT, "me", Limits(tokens_per_s=0.001)), f"{SAMPLER}:0"
+    samples.admit_sample(request, SAMPLER, "me", QUEUE, b"ask", "d", 100, None, 1, Charge((payer,), 100, 1))
+    samples.finish_sample(request, OK, {"sampling_sample": 40, "device": 10**6})
+    assert RedisQuotas(client, EngineSettings()).used(payer).tokens_per_s == pytest.approx(4, rel=1e-2)

@@ -102,6 +102,15 @@ def test_a_body_that_is_too_large_has_its_type(anthropic: Anthropic):
     assert (answer.status_code, answer.json["error"]["type"]) == (413, "request_too_large")
 
 
+@pytest.mark.usefixtures("spent_budget")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_spent_budget_is_a_403(anthropic: Anthropic, stream: bool):
+    anthropic.standin.says("an answer")
+    refused = anthropic.post(stream=stream)
+    assert (refused.status_code, refused.json["error"]["type"]) == (403, "permission_error")
+    assert "its monthly_budget is 0" in refused.json["error"]["message"]
+
+
 def test_calls_that_wait_are_bounded(anthropic: Anthropic):
     answers = [anthropic.post(stream=True) for _ in range(CAPACITY)]
     refused = anthropic.post(stream=True)

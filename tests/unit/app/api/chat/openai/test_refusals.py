@@ -122,3 +122,15 @@ def test_calls_that_are_not_served_say_so_in_openais_form(openai: OpenAi, method
             "code": "unknown_url",
         }
     }
+
+
+@pytest.mark.usefixtures("spent_budget")
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_spent_budget_is_a_403_with_openais_code(openai: OpenAi, path: str, stream: bool):
+    openai.standin.says("an answer")
+    content = {"prompt": "ab"} if path == "completions" else {"messages": [{"role": "user", "content": "ab"}]}
+    refused = openai.post(path, stream=stream, **content)
+    assert (refused.status_code, refused.json["error"]["code"]) == (403, "insufficient_quota")
+    assert "its monthly_budget is 0" in refused.json["error"]["message"]
+    assert openai.api.services.oplog.pending() == []
