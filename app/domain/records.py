@@ -10,6 +10,10 @@ from app.domain.checkpoints import OWNER, PROJECT
 READS_IMAGES = "reads_images"
 """The part of a worker's description that says so. It is not in its `info`, because API processes of earlier versions
 know every field there."""
+FOLLOWS_SCHEMAS = "follows_schemas"
+"""The part of a sampler's description that says that its answers can follow a JSON schema."""
+LATER_FACTS = (READS_IMAGES, FOLLOWS_SCHEMAS)
+"""Facts of a BaseModelInfo that are in a worker's description instead of its `info`, where they are true."""
 READS_GRADIENTS = "reads_gradients"
 """The part of a trainer's description that says that it restores snapshots with pending gradients. Trainers of earlier
 versions say nothing."""
@@ -262,7 +266,7 @@ class Demand:
 class BaseModelInfo:
     """The facts of a base model. `dtype` is the name of its torch dtype, or of its quantised weights (nf4, int8, fp8).
     `trainable_groups` are the groups (attn, mlp, unembed) that have linear layers in it. `reads_images`: it takes
-    images among the tokens."""
+    images among the tokens. `follows_schemas`: its samples can follow a JSON schema."""
 
     name: str
     arch: str
@@ -271,3 +275,4 @@ class BaseModelInfo:
     dtype: str
     trainable_groups: tuple[str, ...]
     reads_images: bool = False
+    follows_schemas: bool = False

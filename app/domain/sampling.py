@@ -40,7 +40,7 @@ class SampleRequest:
     `prompt_alternatives` tokens sampled at each position but the first. `sample_top`: the likeliest tokens at each
     position of a sample. 0 and None mean not asked for.
     `stream`: its tokens are published as they are sampled. `images` in the order of their positions; the prompt's
-    tokens there are 0.
+    tokens there are 0. `json_schema`: JSON text of the schema that every sample follows; empty for none.
     """
 
     prompt: np.ndarray
@@ -61,6 +61,7 @@ class SampleRequest:
     sample_top: int = 0
     stream: bool = False
     images: tuple[Image, ...] = ()
+    json_schema: str = ""
 
 
 @dataclass(frozen=True, slots=True)

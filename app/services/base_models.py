@@ -10,7 +10,7 @@ from typing import Any
 from app import ids
 from app.dispatch import sample_queue, train_queue
 from app.domain.adapters import Shapes, of_rows
-from app.domain.records import LAST_WORKERS, READS_IMAGES, BaseModelInfo, Demand, Refusal, Worker
+from app.domain.records import LAST_WORKERS, LATER_FACTS, BaseModelInfo, Demand, Refusal, Worker
 from app.errors import BadRequest, Unavailable
 from app.settings import BaseModelSettings, Settings
 from app.stores.redis.records import RedisRecords, load
@@ -217,5 +217,5 @@ def _located(source: str) -> tuple[str, Path]:
 
 
 def _info(worker: Worker) -> BaseModelInfo:
-    groups, reads_images = tuple(worker.info["trainable_groups"]), worker.describe.get(READS_IMAGES, False)
-    return BaseModelInfo(**{**worker.info, "trainable_groups": groups, READS_IMAGES: reads_images})
+    later = {fact: worker.describe.get(fact, False) for fact in LATER_FACTS}
+    return BaseModelInfo(**{**worker.info, "trainable_groups": tuple(worker.info["trainable_groups"]), **later})

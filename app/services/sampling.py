@@ -195,6 +195,7 @@ def check_sample(request: SampleRequest, info: BaseModelInfo, limits: LimitSetti
             f"num_samples {request.num_samples} * max_tokens {request.max_tokens} are {tokens} tokens; one call may "
             f"sample at most {limits.sampled_tokens} here: send fewer samples in a call, or a lower max_tokens"
         )
+    check_schema(request, info)
     in_range("sampling_params.temperature", request.temperature, 0, MAX_TEMPERATURE)
     in_range("sampling_params.top_p", request.top_p, 0, 1, open_ends="(")
     if request.top_k != -1:
@@ -225,6 +226,15 @@ def check_prompt(request: SampleRequest, info: BaseModelInfo) -> None:
     if outside.any():
         index = int(outside.argmax())
         raise BadRequest(f"prompt at position {index}: token {prompt[index]} is not in 0..{info.vocab_size - 1}")
+
+
+def check_schema(request: SampleRequest, info: BaseModelInfo) -> None:
+    """Requires a sampler that follows a JSON schema, if there is one."""
+    if request.json_schema and not info.follows_schemas:
+        raise BadRequest(
+            f"the sampler of {info.name} cannot make its answers follow a JSON schema: leave the format out, or serve "
+            'the model with sampler.backend "vllm", which can'
+        )
 
 
 def check_stops(request: SampleRequest, info: BaseModelInfo) -> None:

@@ -27,6 +27,7 @@ ELSEWHERE = {
     "flower.md": "it runs until it is stopped; test_flower.py runs it",
     "imports.md: tinsmith import": "test_imports.py runs it on adapters of its own",
     "kubernetes.md": "a cluster; tests/unit/ops/helm and test_autoscaling.py run what needs none",
+    "openai.md: client.chat.completions.create(": "test_openai.py asks a sampler that can answer so",
     "quickstart.md": "test_quickstart.py runs the page",
     "router-replay.md: import tinker": "test_router_replay.py runs it on a model with experts",
     "servers.md: mkdir /srv/objects": "root, and a group of the reader's",

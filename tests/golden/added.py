@@ -51,8 +51,8 @@ CHANGED: dict[str, dict[str, Any]] = {
         # Costs and rates.
         "schemas StorageItem": "75cfbc6773aa5cc87d1cb5abf5df910b0c4da22bf6d739eb98077f3161758c4c",
         "schemas UsageEvent": "1dba5283c9dea351fbb0beca32ea0f53fe97cee3dd9acdedc79ba52d92a5ab76",
-        # parallel_tool_calls can be false.
-        "schemas ChatCompletion": "51e6ca9432faa0094792bcc383be9b1bb601581f61dc746c60d2597e9df8a9fb",
+        # parallel_tool_calls can be false, and response_format a JSON schema.
+        "schemas ChatCompletion": "f35ddc8dcd6eec8b6301a982984df3086335b014db50789f4a25a22a36104785",
         # Their answers in JSON are described, with an example.
         "post /api/v1/retrieve_future": "d2fd7fe87ee6012cda53fe44333725649f6c0e2ecf00daaf559e9647d7746c8d",
         "post /oai/api/v1/chat/completions": "abd5990d5f58a47caa0083cb968475addef6a51177cfaf8c732c90ff35081377",
@@ -127,9 +127,13 @@ ADDED: dict[str, set[str]] = {
         "schemas Conversation",
         "schemas CreateMessage",
         "schemas FinishUpload",
+        "schemas NamedFormat",
         "schemas NextCheckpoint",
         "schemas RunUsage",
         "schemas RunsUsed",
+        "schemas OutputConfig",
+        "schemas OutputFormat",
+        "schemas ResponseFormat",
         "schemas SearchCheckpoints",
         "schemas StartUpload",
         "schemas Tool",

@@ -24,7 +24,7 @@ import numpy as np
 import redis
 
 from app.dispatch import TickSender
-from app.domain.records import LAST_WORKERS, READS_GRADIENTS, READS_IMAGES, BaseModelInfo, Demand, Refusal, Worker
+from app.domain.records import LAST_WORKERS, LATER_FACTS, READS_GRADIENTS, BaseModelInfo, Demand, Refusal, Worker
 from app.domain.sampling import SampleRequest
 from app.services.base_models import TRAINER_ROLES
 from app.stores.redis.journal import RedisOpLog
@@ -93,13 +93,13 @@ class Heartbeat:
 
     def _beat(self) -> None:
         info = asdict(self._info)
-        reads_images = {READS_IMAGES: True} if info.pop(READS_IMAGES) else {}
+        later = {fact: True for fact in LATER_FACTS if info.pop(fact)}
         reads_gradients = {READS_GRADIENTS: True} if self._role in TRAINER_ROLES else {}
         worker = Worker(
             role=self._role,
             base_model=self._info.name,
             info=info,
-            describe={**self._describe(), **reads_images, **reads_gradients},
+            describe={**self._describe(), **later, **reads_gradients},
             metrics_url=self._metrics_url,
             started=self._started,
             healthy=self._healthy() and not self._leaving,

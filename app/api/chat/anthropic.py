@@ -55,6 +55,16 @@ class ToolChoice(Nullable):
     disable_parallel_tool_use = fields.Boolean(load_default=False)
 
 
+class OutputFormat(Nullable):
+    type = fields.String(required=True, validate=validate.OneOf(["json_schema"]))
+    schema = fields.Dict(required=True)
+
+
+class OutputConfig(Nullable):
+    format = fields.Nested(OutputFormat, load_default=None)
+    effort = Unsupported()
+
+
 class Conversation(Nullable):
     """The fields that make the prompt."""
 
@@ -64,7 +74,7 @@ class Conversation(Nullable):
     tools = FirstWrong(fields.Nested(Tool), MAX_TOOLS, load_default=list)
     tool_choice = fields.Nested(ToolChoice, load_default=lambda: ToolChoice().load({"type": "auto"}))
     thinking = Unsupported({"type": "disabled"})
-    output_config = Unsupported({})
+    output_config = fields.Nested(OutputConfig, load_default=lambda: OutputConfig().load({}))
     output_format = Unsupported()
     context_management = Unsupported({})
     mcp_servers = Unsupported([])

@@ -17,6 +17,7 @@ from app.api.chat.base import (
     MAX_TOOLS,
     Counted,
     Ignored,
+    Nullable,
     Sampled,
     Unsupported,
     answered,
@@ -123,6 +124,23 @@ class Message(Counted):
     audio = Unsupported(None)
 
 
+class NamedFormat(Nullable):
+    name = fields.String(required=True, validate=validate.Length(1, 64))
+    schema = fields.Dict(required=True)
+    description = Ignored()
+    strict = Ignored()
+
+
+class ResponseFormat(Nullable):
+    type = fields.String(required=True, validate=validate.OneOf(["text", "json_object", "json_schema"]))
+    json_schema = fields.Nested(NamedFormat, load_default=None)
+
+    @validates_schema
+    def check_fit(self, data: Mapping[str, Any], **_: Any) -> None:
+        if (data["type"] == "json_schema") != (data["json_schema"] is not None):
+            raise ValidationError("Goes with the type json_schema, and only with it.", "json_schema")
+
+
 class ChatCompletion(Request):
     messages = FirstWrong(fields.Nested(Message), MAX_MESSAGES, required=True, validate=validate.Length(1))
     max_tokens = fields.Integer(strict=True, load_default=None, validate=validate.Range(1))
@@ -132,7 +150,7 @@ class ChatCompletion(Request):
     tools = FirstWrong(fields.Dict(), MAX_TOOLS, load_default=list)
     tool_choice = fields.Raw(load_default="auto")
     parallel_tool_calls = fields.Boolean(load_default=True)
-    response_format = Unsupported({"type": "text"})
+    response_format = fields.Nested(ResponseFormat, load_default=lambda: ResponseFormat().load({"type": "text"}))
     modalities = Unsupported(["text"])
     functions = Unsupported([])
     function_call = Unsupported("none")

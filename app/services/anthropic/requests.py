@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from app.errors import BadRequest
+from app.services.openai.json_schema import checked_schema
 from app.services.openai.requests import Chat, Sampling
 
 
@@ -36,7 +37,8 @@ def chat_of(asked: Mapping[str, Any]) -> Chat:
 
 
 def sampling_of(asked: Mapping[str, Any]) -> Sampling:
-    """The sampling parameters of a request."""
+    """The sampling parameters of a request. Raises BadRequest."""
+    form = asked["output_config"]["format"]
     return Sampling(
         max_tokens=asked["max_tokens"],
         temperature=asked["temperature"],
@@ -45,6 +47,7 @@ def sampling_of(asked: Mapping[str, Any]) -> Sampling:
         stream=asked["stream"],
         stop=asked["stop_sequences"],
         seed=asked["seed"],
+        json_schema=checked_schema(form["schema"], "output_config.format.schema") if form else "",
     )
 
 

@@ -21,7 +21,7 @@ from app.wire.bodies import model_input
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """The parameters of a call's samples. `max_tokens` None: as many as the context holds. `seed` None: a random one.
-    `top`: the number of most likely tokens at each position. top_k -1 means off."""
+    `top`: the number of most likely tokens at each position. top_k -1 means off. `json_schema`: see SampleRequest."""
 
     max_tokens: int | None
     temperature: float
@@ -32,6 +32,7 @@ class Sampling:
     n: int = 1
     top: int = 0
     top_k: int = -1
+    json_schema: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class Target:
             prompt_top=sampling.top if score_prompt else 0,
             sample_top=sampling.top,
             stream=sampling.stream and not (sampling.top or score_prompt) and most != 0,
+            json_schema=sampling.json_schema,
         )
         check_sample(request, self.info, self.limits)
         return request

@@ -15,11 +15,12 @@ from app import ids
 from app.domain.accounts import Caller
 from app.domain.records import Sampler, Session
 from app.domain.sampling import SampleRequest
-from app.errors import NotFound
+from app.errors import BadRequest, NotFound
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, sampler_role
 from app.services.openai.answers import AnswerHead, ChatForm, CompletionForm, Form, ToolOptions, Usage
 from app.services.openai.generation import Choices, Delta, Options
+from app.services.openai.json_schema import ANY_OBJECT, checked_schema
 from app.services.openai.requests import Chat, Sampling, Target
 from app.services.openai.streaming import Asked, ResultStream
 from app.services.openai.tokenizer import Tokenizers
@@ -119,7 +120,8 @@ class OpenAiService:
         """The answer of a chat. Raises the same errors."""
         tools = [] if asked["tool_choice"] == "none" else asked["tools"]
         chat = Chat(asked["model"], asked["messages"], tools, asked["parallel_tool_calls"])
-        sampling = _sampling(asked, asked["max_completion_tokens"] or asked["max_tokens"], asked["top_logprobs"])
+        most, schema = asked["max_completion_tokens"] or asked["max_tokens"], _schema(asked["response_format"])
+        sampling = _sampling(asked, most, asked["top_logprobs"], schema)
         form = partial(ChatForm, scores=asked["logprobs"], with_usage=_with_usage(asked))
         return self.converse(caller, chat, sampling, form, gone, scores=asked["logprobs"])
 
@@ -128,6 +130,8 @@ class OpenAiService:
     ) -> Answer:
         """The answer in a conversation. Raises the same errors."""
         model = self._model(caller, chat.model)
+        if sampling.json_schema and (chat.tools or chat.prefill):
+            raise BadRequest("an answer that follows a JSON schema holds no tool call and continues no text: send none")
         request = model.request(sampling, model.chat_prompt(chat))
         tools = ToolOptions(search=model.calls_tools(chat), parallel=chat.parallel)
         return self._answer(caller, model, chat.model, [request], form(tools), Options(scores=scores), gone)
@@ -223,7 +227,7 @@ class Samplers:
         self._lifecycle.heartbeat(ids.openai_session_id(caller.project))
 
 
-def _sampling(asked: Mapping[str, Any], most: int | None, top: int) -> Sampling:
+def _sampling(asked: Mapping[str, Any], most: int | None, top: int, schema: str = "") -> Sampling:
     stop = asked["stop"] or ()
     return Sampling(
         max_tokens=most,
@@ -234,7 +238,15 @@ def _sampling(asked: Mapping[str, Any], most: int | None, top: int) -> Sampling:
         seed=asked["seed"],
         n=asked["n"],
         top=top,
+        json_schema=schema,
     )
+
+
+def _schema(response_format: Mapping[str, Any]) -> str:
+    """The JSON schema that a response_format asks for; empty for plain text. Raises BadRequest."""
+    if response_format["type"] == "json_schema":
+        return checked_schema(response_format["json_schema"]["schema"], "response_format.json_schema.schema")
+    return ANY_OBJECT if response_format["type"] == "json_object" else ""
 
 
 def _with_usage(asked: Mapping[str, Any]) -> bool:

@@ -125,9 +125,9 @@ def stranger(api: Api) -> Api:
     return Api(api.client, api.services, OTHER_KEY)
 
 
-def add_worker(services: Services, role: str, context: int = CONTEXT) -> None:
+def add_worker(services: Services, role: str, context: int = CONTEXT, **facts: bool) -> None:
     info = BaseModelInfo(BASE, "Qwen3ForCausalLM", VOCAB, context, "float32", ("attn", "mlp"))
-    described = {base_models.SHAPES: adapters.rows(SHAPES)} if role == "trainer" else {}
+    described = {base_models.SHAPES: adapters.rows(SHAPES)} if role == "trainer" else facts
     services.records.put(
         Worker.namespace,
         f"{role}-0",

@@ -186,6 +186,8 @@ def check_request(request: SampleRequest, info: BaseModelInfo) -> None:
         )
     if request.images and not info.reads_images:
         raise UserOpError(f"this sampler of {info.name} takes prompts of text alone, without images")
+    if request.json_schema and not info.follows_schemas:
+        raise UserOpError(f"this sampler of {info.name} cannot follow a JSON schema; sampler.backend vllm can")
     length = len(request.prompt)
     if not 0 < length < info.max_context:
         raise UserOpError(

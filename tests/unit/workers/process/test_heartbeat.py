@@ -62,6 +62,9 @@ def test_a_worker_that_has_started_is_demanded_no_more(client):
     assert {key for key, _ in records.list(Demand.namespace)} == {"sampler/base", "trainer/base"}
 
 
+LATER_FACTS = {"reads_images", "follows_schemas"}
+
+
 @pytest.mark.parametrize("role", ["trainer", "full_trainer"])
 def test_a_trainer_says_that_it_restores_pending_gradients(client, made, role):
     made._role = role
@@ -69,14 +72,14 @@ def test_a_trainer_says_that_it_restores_pending_gradients(client, made, role):
     await_true(lambda: record(client) is not None and record(client).describe == {"reads_gradients": True})
 
 
-def test_it_says_that_images_are_read_where_earlier_versions_do_not_look(client, made):
+def test_it_says_what_a_model_reads_and_follows_where_earlier_versions_do_not_look(client, made):
     """An API process of an earlier version builds its BaseModelInfo from every field of `info`."""
     await_true(lambda: record(client) is not None)
-    assert (record(client).describe, "reads_images" in record(client).info) == ({}, False)
-    made._info = replace(INFO, reads_images=True)
+    assert (record(client).describe, LATER_FACTS & record(client).info.keys()) == ({}, set())
+    made._info = replace(INFO, reads_images=True, follows_schemas=True)
     made.refresh()
-    await_true(lambda: record(client).describe == {"reads_images": True})
-    assert "reads_images" not in record(client).info
+    await_true(lambda: record(client).describe == {"reads_images": True, "follows_schemas": True})
+    assert not LATER_FACTS & record(client).info.keys()
 
 
 def test_it_says_how_long_a_call_takes_it(client, made, monkeypatch):

@@ -74,8 +74,8 @@ class VllmSampler:
         else:
             self._weights = self._adapters(skeleton)
             info = self._adaptable(info, skeleton)
-        self._model_info = info
-        return info
+        self._model_info = dataclasses.replace(info, follows_schemas=True)
+        return self._model_info
 
     def load(self, adapter_id: str, folder: Path) -> None:
         try:

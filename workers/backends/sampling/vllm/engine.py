@@ -321,6 +321,9 @@ def engine_args(settings: BaseModelSettings, max_context: int, dtype: str, *, fu
         "logprobs_mode": "raw_logprobs",
         "max_logprobs": MAX_TOP,  # vLLM's own limit is 20
         "disable_log_stats": True,
+        # vLLM's "auto" may choose a library that follows a schema only in part, and the first request's for all others.
+        # Without free white space a sample cannot go on with it for ever.
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         "worker_extension_cls": f"{Extension.__module__}.{Extension.__name__}",
         **_sequences(sampler.max_batch, on_gpu),
         **_memory(sampler.memory_share, on_gpu),

@@ -18,6 +18,10 @@ samples, one for each request. To score a prompt it runs the head over a slice o
 same mapping: on a CPU the shapes clash and the engine dies; on a GPU rows silently get another adapter or none. The
 slice is a view, so its start gives its tokens in the batch, and vLLM has the adapter of each of those tokens.
 
+**Logprobs under a grammar.** vLLM masks the logits before it computes a sample's logprobs, so a forced token has the
+logprob 0 instead of the model's own. Here, the mask waits until the logprobs no longer need the logits. Both of its
+samplers are covered: the CPU has the first, a GPU the second.
+
 **Unread pieces of a streamed answer**, in the sampler's own process. vLLM joins them into one piece, and keeps each
 position's logprobs in a dict meanwhile. A sampled token that is also among the likeliest is in the dict only once, so
 that position has an entry less than it should.
@@ -28,7 +32,7 @@ vLLM takes all of the prompt's text for the sample's text, and stops at a stop s
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +41,8 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from workers.backends.sampling.vocabulary import seen
+
+_MASK = "tinsmith_mask"
 
 
 def repair_cpu() -> None:
@@ -156,6 +162,49 @@ def add_by_row(logits: Tensor, hidden: Tensor, a: Tensor, b: Tensor, slots: Tens
             rows = slots == slot
             low = hidden[rows].to(torch.float32) @ a[slot, 0].to(torch.float32).t()
             logits[rows] += (low @ b[slot, 0].to(torch.float32).t()).to(logits.dtype)
+
+
+def repair_logprobs_under_grammar() -> None:
+    """Makes vLLM's samplers mask logits by a grammar after the logprobs are safe."""
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
+    from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
+
+    _mask_behind_logprobs(gpu_model_runner, Sampler)
+    _mask_a_copy(StructuredOutputsWorker, SecondSampler)
+
+
+def _mask_behind_logprobs(runner: Any, sampler: Any) -> None:
+    """The first sampler computes all logprobs of the model before it changes the logits. All our requests have some."""
+    apply, compute = runner.apply_grammar_bitmask, sampler.compute_logprobs
+
+    def keep_mask(scheduled: Any, grammar: Any, batch: Any, logits: Tensor) -> None:
+        vars(logits)[_MASK] = partial(apply, scheduled, grammar, batch)
+
+    def compute_then_mask(logits: Tensor) -> Tensor:
+        logprobs: Tensor = compute(logits)
+        if mask := vars(logits).pop(_MASK, None):
+            mask(logits)
+        return logprobs
+
+    runner.apply_grammar_bitmask, sampler.compute_logprobs = keep_mask, staticmethod(compute_then_mask)
+
+
+def _mask_a_copy(worker: Any, sampler: Any) -> None:
+    """The second sampler computes logprobs from the logits that it has sampled from."""
+    apply, sample = worker.apply_grammar_bitmask, sampler.sample
+
+    def keep_mask(self: Any, logits: Tensor, *args: Any) -> None:
+        vars(logits)[_MASK] = lambda copy: apply(self, copy, *args)
+
+    def sample_from_copy(self: Any, logits: Tensor, *args: Any, **named: Any) -> Any:
+        if mask := vars(logits).pop(_MASK, None):
+            logits = logits.clone()
+            mask(logits)
+        return sample(self, logits, *args, **named)
+
+    worker.apply_grammar_bitmask, sampler.sample = keep_mask, sample_from_copy
 
 
 @cache

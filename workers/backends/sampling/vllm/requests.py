@@ -18,6 +18,7 @@ from torch import Tensor
 
 from app.domain import ops
 from app.domain.sampling import SampledSequence, SampleRequest, TokenLogprobs
+from app.errors import ServerOpError
 from workers.backends.sampling import token_sampler
 from workers.backends.sampling.base import OnTokens, check_finite, sample_seed
 from workers.backends.sampling.token_sampler import PromptScorer
@@ -35,7 +36,7 @@ def sampling_params(
     The first sample scores the prompt, from the prefix cache too if `read_cache`.
     """
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     scores = index == 0 and token_sampler.wanted(request)
     return SamplingParams(
@@ -52,6 +53,7 @@ def sampling_params(
         flat_logprobs=True,
         detokenize=bool(request.stop_strings),
         skip_special_tokens=False,
+        structured_outputs=StructuredOutputsParams(json=request.json_schema) if request.json_schema else None,
         output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
         extra_args={SCORES_KEY: ops.encode(request)} if scores else None,
         skip_reading_prefix_cache=scores and not read_cache,
@@ -80,8 +82,11 @@ class Sample:
         self.cached_tokens = 0
 
     def add(self, result: Any) -> None:
-        """Adds a RequestOutput. Raises UserOpError where logits were not finite."""
+        """Adds a RequestOutput. Raises UserOpError where logits were not finite, and ServerOpError if vLLM gave the
+        sample up: its grammar refused a token, or was not made."""
         piece = result.outputs[0]
+        if piece.finish_reason == "error":
+            raise ServerOpError("vLLM gave the sample up; its log has the reason")
         tokens = np.array(piece.token_ids, np.int32)
         # At each position the sampled token comes first, then the likeliest ones.
         ids = np.array(piece.logprobs.token_ids, np.int32).reshape(len(tokens), self._width)

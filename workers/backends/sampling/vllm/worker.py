@@ -58,6 +58,7 @@ def _in_worker() -> bool:
 if _in_worker():
     patches.declare_lm_heads()
     patches.repair_prompt_scores()
+    patches.repair_logprobs_under_grammar()
     vllm_requests.install_scoring()
     if not torch.cuda.is_available():
         patches.repair_cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from app.domain.sampling import SampleRequest
 from app.errors import Unavailable
 from tests.logs import everything_logged
 from tests.unit.app.api.chat.anthropic.caller import ASK, CALL, TOOL, URL, Anthropic
-from tests.unit.app.conftest import BASE, KEY
+from tests.unit.app.conftest import BASE, KEY, add_worker
 
 ASSISTANT = "<|im_start|>assistant\n"
 
@@ -157,3 +158,17 @@ def test_an_outage_passes_and_is_named_so(anthropic: Anthropic, monkeypatch: pyt
     answer = anthropic.post("messages/count_tokens")
     assert (answer.status_code, answer.json["error"]["type"]) == (503, "overloaded_error")
     assert "Retry-After" in answer.headers
+
+
+def test_the_sampler_gets_the_schema_of_the_output(anthropic: Anthropic):
+    add_worker(anthropic.api.services, "sampler", follows_schemas=True)
+    anthropic.api.services.bases.live()
+    anthropic.standin.says("{}")
+    schema = {"type": "object", "properties": {"town": {"type": "string"}}}
+    asked = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    anthropic.message(**asked)
+    assert json.loads(anthropic.standin.seen[0].json_schema) == schema
+    begun = [*ASK, {"role": "assistant", "content": "{"}]
+    for more in ({"messages": begun}, {"tools": [TOOL]}):
+        refused = anthropic.post(**asked, **more)
+        assert (refused.status_code, "continues no text" in refused.json["error"]["message"]) == (400, True)

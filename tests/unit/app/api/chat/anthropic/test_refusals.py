@@ -29,7 +29,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"top_kk": 5}, "top_kk"),
     "thinking": ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
     "thinking as it likes": ({"thinking": {"type": "adaptive"}}, "thinking"),
-    "a format": ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "output_config"),
+    "a format": ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "JSON schema"),
+    "a bad format": (
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "date"}}}},
+        "output_config.format.schema.type",
+    ),
+    "an effort": ({"output_config": {"effort": "high"}}, "output_config.effort"),
     "any tool": ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice.type: Must be 'auto' or 'none'"),
     "this tool": ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}, "tool_choice"),
     "a tool of the server": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),

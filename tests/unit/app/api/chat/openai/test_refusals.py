@@ -41,7 +41,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "bad stop": ("completions", {"stop": [1]}, "stop"),
     "empty stop": ("completions", {"stop": [""]}, "empty"),
-    "json": ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+    "json": ("chat/completions", {"response_format": {"type": "json_object"}}, "JSON schema"),
     "required": ("chat/completions", {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
     "an image": ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
     "a role": ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "role"),

@@ -1,0 +1,70 @@
+"""OpenAI's response_format."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.unit.app.api.chat.openai.caller import TOOLS, OpenAi
+from tests.unit.app.conftest import add_worker
+
+SCHEMA = {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}
+HI = [{"role": "user", "content": "hi"}]
+
+
+def format_of(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
+
+
+@pytest.fixture
+def follows(openai: OpenAi) -> OpenAi:
+    """A caller of a sampler that follows schemas."""
+    add_worker(openai.api.services, "sampler", follows_schemas=True)
+    openai.api.services.bases.live()
+    return openai
+
+
+@pytest.mark.parametrize(
+    ("asked", "schema"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, {"type": "object"}),
+        (format_of(SCHEMA, strict=True, description="of a town"), SCHEMA),
+        (format_of(SCHEMA, strict=None), SCHEMA),
+    ],
+)
+def test_the_sampler_gets_the_schema_that_is_asked_for(follows: OpenAi, asked: dict[str, Any], schema: Any):
+    follows.standin.says("{}")
+    follows.chat(response_format=asked)
+    (request,) = follows.standin.seen
+    assert (json.loads(request.json_schema) if request.json_schema else None) == schema
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}}, "only with it"),
+        ({"response_format": format_of({"type": "string", "pattern": "a"})}, "json_schema.schema: the keyword"),
+        ({"response_format": format_of({"const": float("inf")})}, "no JSON"),
+        ({"response_format": format_of(SCHEMA), "tools": TOOLS}, "no tool call"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_a_400_and_nothing_is_enqueued(
+    follows: OpenAi, asked: dict[str, Any], named: str
+):
+    answer = follows.post("chat/completions", messages=HI, **asked)
+    assert (answer.status_code, named in answer.json["error"]["message"]) == (400, True), answer.text
+    assert follows.api.services.oplog.pending() == []
+
+
+def test_another_sampler_is_named_with_the_one_that_can(openai: OpenAi):
+    add_worker(openai.api.services, "sampler")
+    openai.api.services.bases.live()
+    answer = openai.post("chat/completions", messages=HI, response_format={"type": "json_object"})
+    assert answer.status_code == 400
+    assert 'sampler.backend "vllm", which can' in answer.json["error"]["message"]
+    assert openai.api.services.oplog.pending() == []
