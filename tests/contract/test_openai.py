@@ -177,6 +177,30 @@ def test_an_answer_follows_a_json_schema_where_vllm_samples(client: openai.OpenA
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answers[0].message.content
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_is_a_datum_to_train_on(client: openai.OpenAI, service: tinker.ServiceClient, stream: bool):
+    asked = {"model": BASE, "messages": MESSAGES, "seed": 9, "max_tokens": 24, "logprobs": True}
+    answer = client.chat.completions.create(stream=stream, extra_body={"return_token_ids": True}, **asked)
+    chunks = list(answer) if stream else [answer]
+    prompt, choices = chunks[0].prompt_token_ids, [choice for chunk in chunks for choice in chunk.choices]
+    sampled = [token for choice in choices for token in choice.token_ids]
+    scores = [entry.logprob for choice in choices for entry in choice.logprobs.content]
+    before = [0.0] * (len(prompt) - 1)
+    rollout = types.Datum(
+        model_input=types.ModelInput.from_ints([*prompt, *sampled[:-1]]),
+        loss_fn_inputs={
+            "target_tokens": [*prompt[1:], *sampled],
+            "logprobs": [*before, *scores],
+            "advantages": [*before, *[1.0] * len(sampled)],
+        },
+    )
+    training = service.create_lora_training_client(base_model=BASE, rank=4, seed=1).result()
+    found = training.forward_backward([rollout], "importance_sampling").result()
+    trained = found.loss_fn_outputs[0]["logprobs"].to_numpy()[-len(sampled) :]
+    np.testing.assert_allclose(trained, scores, atol=1e-2)
+    assert training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+
+
 def test_one_tool_call_at_a_time_may_be_asked_for(client: openai.OpenAI):
     asked = {**GREEDY, "messages": MESSAGES, "tools": [TOOL]}
     for parallel in (True, False):

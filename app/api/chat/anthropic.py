@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from flask import Response
@@ -17,6 +18,7 @@ from app.api.chat.base import MAX_MESSAGES, MAX_TOOLS, Counted, Ignored, Nullabl
 from app.api.examples import COUNT, MESSAGE
 from app.services.anthropic.answers import MessageForm
 from app.services.anthropic.requests import chat_of, sampling_of
+from app.services.openai.generation import Options
 from app.services.sampling import MAX_STOPS
 
 blueprint = make(
@@ -103,7 +105,9 @@ class CreateMessage(Conversation, Sampled):
 )
 def messages(asked: dict[str, Any]) -> Response | dict[str, Any]:
     """Answer in a conversation, by the model's chat template."""
-    answer = services().openai.converse(current_caller(), chat_of(asked), sampling_of(asked), MessageForm, gone())
+    ids = asked["return_token_ids"]
+    form, options = partial(MessageForm, ids=ids), Options(ids=ids)
+    answer = services().openai.converse(current_caller(), chat_of(asked), sampling_of(asked), form, gone(), options)
     return answered(answer, _event, stream=asked["stream"])
 
 

@@ -70,6 +70,7 @@ class Sampled(Nullable):
     model = identifier()
     seed = fields.Integer(strict=True, load_default=None, validate=validate.Range(0, MAX_SEED))
     stream = fields.Boolean(load_default=False)
+    return_token_ids = fields.Boolean(load_default=False)
     temperature = fields.Float(load_default=1.0, validate=validate.Range(0, 2))
     top_p = fields.Float(load_default=1.0, validate=validate.Range(0, 1, min_inclusive=False))
 

@@ -80,6 +80,8 @@ class Completion(Request):
     def check_fit(self, data: Mapping[str, Any], **_: Any) -> None:
         if data["best_of"] not in (None, data["n"]):
             raise ValidationError("Must be equal to n; leave it out.", "best_of")
+        if data["echo"] and data["return_token_ids"]:
+            raise ValidationError("Goes without return_token_ids, which has the prompt in prompt_token_ids.", "echo")
         if data["max_tokens"] == 0 and not data["echo"]:
             raise ValidationError("Must be at least 1, or 0 together with echo.", "max_tokens")
 

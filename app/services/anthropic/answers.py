@@ -15,23 +15,27 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 class MessageForm:
     """Formats an answer of one choice (see Form). Its text is one block, which is left out if there are tool calls and
-    the text before them is blank."""
+    the text before them is blank. `ids`: with the token ids of the prompt and of the answer, and the logprobs of the
+    latter."""
 
-    def __init__(self, tools: ToolOptions) -> None:
-        self._tools = tools
+    def __init__(self, tools: ToolOptions, *, ids: bool) -> None:
+        self._tools, self._ids = tools, ids
 
     def whole(self, head: AnswerHead, deltas: Iterable[Delta], count: Count) -> dict[str, Any]:
         (delta,) = merged(deltas)
         text, calls = ToolText(self._tools).split(delta)
         content = [] if calls and not text.strip() else [{"type": "text", "text": text}]
         content += [{**_tool_use(call), "input": json.loads(call.arguments)} for call in calls]
-        return {**_message(head), "content": content, **_end(delta, calls), "usage": _usage(count())}
+        end = {**_end(delta, calls), "usage": _usage(count()), **self._tokens(delta)}
+        return {**_message(head), "content": content, **end}
 
     def chunks(self, head: AnswerHead, deltas: Iterable[Delta], count: Count) -> Iterator[dict[str, Any]]:
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         yield {"type": "message_start", "message": {**_message(head), **empty, "usage": _usage(count())}}
         tool_text, text, is_open = ToolText(self._tools), "", False
+        seen: list[Delta] = []
         for delta in deltas:
+            seen.append(delta)
             more, calls = tool_text.split(delta)
             text += more
             if not is_open and (text.strip() or (delta.finish and not calls)):
@@ -46,8 +50,15 @@ class MessageForm:
             yield _block_start(index, {**_tool_use(call), "input": {}})
             yield _block_delta(index, {"type": "input_json_delta", "partial_json": call.arguments})
             yield _block_stop(index)
-        yield {"type": "message_delta", "delta": _end(delta, calls), "usage": _usage(count())}
+        end = {"usage": _usage(count()), **self._tokens(*merged(seen))}
+        yield {"type": "message_delta", "delta": _end(delta, calls), **end}
         yield {"type": "message_stop"}
+
+    def _tokens(self, whole: Delta) -> dict[str, Any]:
+        if not self._ids:
+            return {}
+        ids, scores = [token.id for token in whole.tokens], [token.logprob for token in whole.tokens]
+        return {"prompt_token_ids": whole.prompt, "token_ids": ids, "logprobs": scores}
 
 
 def _message(head: AnswerHead) -> dict[str, Any]:

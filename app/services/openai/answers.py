@@ -79,18 +79,26 @@ def _last_with_usage(chunks: Iterable[dict[str, Any]], head: dict[str, Any], cou
 
 def _joined(index: int, parts: list[Delta]) -> Delta:
     tokens = tuple(chain.from_iterable(part.tokens for part in parts))
-    return replace(parts[-1], choice=index, text="".join(part.text for part in parts), tokens=tokens)
+    text = "".join(part.text for part in parts)
+    return replace(parts[-1], choice=index, text=text, tokens=tokens, prompt=parts[0].prompt)
+
+
+def _ids(delta: Delta) -> list[int]:
+    return [token.id for token in delta.tokens]
 
 
 class ChatForm:
-    """Formats chat answers (see Form). `with_usage`: a stream ends with its usage."""
+    """Formats chat answers (see Form). `scores`: with logprobs. `ids`: with token ids, in the fields that vLLM's server
+    has. `with_usage`: a stream ends with its usage."""
 
-    def __init__(self, tools: ToolOptions, *, scores: bool, with_usage: bool) -> None:
-        self._tools, self._scores, self._with_usage = tools, scores, with_usage
+    def __init__(self, tools: ToolOptions, *, scores: bool, ids: bool, with_usage: bool) -> None:
+        self._tools, self._scores, self._ids, self._with_usage = tools, scores, ids, with_usage
 
     def whole(self, head: AnswerHead, deltas: Iterable[Delta], count: Count) -> dict[str, Any]:
-        choices = [self._choice(delta) for delta in merged(deltas)]
-        return {**_chat_head(head, "chat.completion"), "choices": choices, "usage": _usage(count())}
+        found = merged(deltas)
+        choices = [self._choice(delta) for delta in found]
+        shown = {**_chat_head(head, "chat.completion"), **_prompt_ids(found[0])}
+        return {**shown, "choices": choices, "usage": _usage(count())}
 
     def chunks(self, head: AnswerHead, deltas: Iterable[Delta], count: Count) -> Iterator[dict[str, Any]]:
         shown = _chat_head(head, "chat.completion.chunk")
@@ -106,7 +114,8 @@ class ChatForm:
             text, calls = kept[delta.choice].split(delta)
             change = {**role, **({"content": text} if text or role else {}), **_called(calls)}
             if change or delta.tokens or delta.finish:
-                yield {**head, "choices": [{"delta": change, **self._rest(delta, calls)}]}
+                first = _prompt_ids(delta) if len(begun) == 1 else {}
+                yield {**head, **first, "choices": [{"delta": change, **self._rest(delta, calls)}]}
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         text, calls = ToolText(self._tools).split(delta)
@@ -117,7 +126,12 @@ class ChatForm:
     def _rest(self, delta: Delta, calls: list[ToolCall]) -> dict[str, Any]:
         logprobs = {"content": [_logprob(token) for token in delta.tokens]} if self._scores else None
         finish = "tool_calls" if calls else delta.finish
-        return {"index": delta.choice, "logprobs": logprobs, "finish_reason": finish}
+        ids = {"token_ids": _ids(delta)} if self._ids else {}
+        return {"index": delta.choice, "logprobs": logprobs, "finish_reason": finish, **ids}
+
+
+def _prompt_ids(delta: Delta) -> dict[str, Any]:
+    return {} if delta.prompt is None else {"prompt_token_ids": delta.prompt}
 
 
 def _chat_head(head: AnswerHead, kind: str) -> dict[str, Any]:
@@ -149,10 +163,10 @@ def _scored(text: str, logprob: float | None) -> dict[str, Any]:
 
 class CompletionForm:
     """Formats completion answers (see Form). `top`: the number of most likely tokens requested; None for no logprobs at
-    all. `with_usage`: a stream ends with its usage."""
+    all. `ids` and `with_usage` are those of ChatForm."""
 
-    def __init__(self, top: int | None, *, with_usage: bool) -> None:
-        self._top, self._with_usage = top, with_usage
+    def __init__(self, top: int | None, *, ids: bool, with_usage: bool) -> None:
+        self._top, self._ids, self._with_usage = top, ids, with_usage
 
     def whole(self, head: AnswerHead, deltas: Iterable[Delta], count: Count) -> dict[str, Any]:
         choices = [self._choice(delta) for delta in merged(deltas)]
@@ -165,7 +179,8 @@ class CompletionForm:
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         logprobs = None if self._top is None else _logprobs(delta.tokens, with_top=self._top > 0)
-        return {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish}
+        ids = {"token_ids": _ids(delta), **_prompt_ids(delta)} if self._ids else {}
+        return {"index": delta.choice, "text": delta.text, "logprobs": logprobs, "finish_reason": delta.finish, **ids}
 
 
 def _completion_head(head: AnswerHead) -> dict[str, Any]:

@@ -30,9 +30,10 @@ _UNFINISHED = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token as text, its offset in its choice's text, and the most likely tokens at its position. The first token of
-    a prompt has no logprob."""
+    """A token by its id and as text, its offset in its choice's text, and the most likely tokens at its position. The
+    first token of a prompt has no logprob."""
 
+    id: int
     text: str
     logprob: float | None
     offset: int
@@ -41,21 +42,24 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next part of a choice; `finish` (stop or length) ends the choice. `stop`: the stop string that ended it."""
+    """The next part of a choice; `finish` (stop or length) ends the choice. `stop`: the stop string that ended it.
+    `prompt`: the prompt's token ids, in the first delta of a choice if ids are asked for."""
 
     choice: int
     text: str
     tokens: tuple[ScoredToken, ...] = ()
     finish: str | None = None
     stop: str | None = None
+    prompt: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The token details that an answer includes. `hidden`: the one sampled token is left out, since max_tokens was
-    0."""
+    """The token details that an answer includes. `ids`: each sampled token with its id, also those that ended the
+    answer. `hidden`: the one sampled token is left out, since max_tokens was 0."""
 
     scores: bool = False
+    ids: bool = False
     echo: bool = False
     hidden: bool = False
 
@@ -72,6 +76,7 @@ class Choices:
         self._prompt = request.prompt.tolist()
         self._texts = [TextStream(tokenizer, self._prompt, request.stop_strings) for _ in range(request.num_samples)]
         self._begin = 0
+        self._begun: set[int] = set()
         self.prompt_tokens = len(self._prompt)
         self.sampled_tokens = 0
         self.ended = False
@@ -109,7 +114,7 @@ class Choices:
         text = self._texts[index]
         rest = slice(text.count, None)
         pushed = text.push(sequence.tokens[rest].tolist(), sequence.logprobs[rest].tolist())
-        ended = text.finish(sequence.stopped)
+        ended = text.finish(sequence.stopped, whole=self._options.ids)
         piece = Piece(pushed.text + ended.text, [*pushed.tokens, *ended.tokens])
         finish = "stop" if sequence.stopped or text.stopped else "length"
         yield replace(self._delta(index, piece, sequence.top), finish=finish, stop=text.stop)
@@ -124,8 +129,10 @@ class Choices:
         self._begin = len(piece.text)
 
     def _delta(self, index: int, piece: Piece, top: TokenLogprobs | None) -> Delta:
-        scored = tuple(self._scored(piece, top)) if self._options.scores else ()
-        return Delta(self._first + index, piece.text, scored)
+        scored = tuple(self._scored(piece, top)) if self._options.scores or self._options.ids else ()
+        prompt = self._prompt if self._options.ids and index not in self._begun else None
+        self._begun.add(index)
+        return Delta(self._first + index, piece.text, scored, prompt=prompt)
 
     def _scored(self, piece: Piece, top: TokenLogprobs | None) -> Iterator[ScoredToken]:
         for token in piece.tokens:
@@ -133,7 +140,7 @@ class Choices:
             likely = [(self._tokenizer.token(int(id_)), float(score)) for id_, score in zip(ids, scores, strict=True)]
             known = None if np.isnan(token.logprob) else token.logprob
             text = self._tokenizer.token(token.id)
-            yield ScoredToken(text, known, self._begin + token.start, [] if known is None else likely)
+            yield ScoredToken(token.id, text, known, self._begin + token.start, [] if known is None else likely)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +195,14 @@ class TextStream:
         self._held = self._held[len(done) :]
         return Piece(text, done)
 
-    def finish(self, stopped: bool) -> Piece:
-        """The rest of the text. `stopped`: the last token is a stop token, or completed a stop string."""
+    def finish(self, stopped: bool, *, whole: bool = False) -> Piece:
+        """The rest of the text. `stopped`: the last token is a stop token, or completed a stop string. With `whole` the
+        tokens of the stop are among the tokens."""
         if not self.stopped:
             self._text += self._tokenizer.decode(self._undecoded) if self._undecoded else ""
         text = self._pass_on(len(self._text) if self._cut is None else self._cut)
+        if whole:
+            return Piece(text, self._held)
         if self._cut is not None:
             return Piece(text, [token for token in self._held if token.start < self._sent])
         return Piece(text, self._held[:-1] if stopped else self._held)

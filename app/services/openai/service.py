@@ -105,7 +105,8 @@ class OpenAiService:
         call then."""
         model = self._model(caller, asked["model"])
         top, echo, most = asked["logprobs"], asked["echo"], asked["max_tokens"]
-        options = Options(scores=top is not None, echo=echo, hidden=most == 0)
+        ids = asked["return_token_ids"]
+        options = Options(scores=top is not None, ids=ids, echo=echo, hidden=most == 0)
         sampling = _sampling(asked, most, top or 0)
         requests = [
             model.request(sampling, prompt, score_prompt=echo and options.scores)
@@ -113,7 +114,7 @@ class OpenAiService:
         ]
         if echo and options.scores:  # every choice repeats its prompt
             check_size("echo with logprobs", asked["n"] * (1 + top), sum(len(request.prompt) for request in requests))
-        form = CompletionForm(top, with_usage=_with_usage(asked))
+        form = CompletionForm(top, ids=ids, with_usage=_with_usage(asked))
         return self._answer(caller, model, asked["model"], requests, form, options, gone)
 
     def chat(self, caller: Caller, asked: Mapping[str, Any], gone: Gone) -> Answer:
@@ -122,11 +123,12 @@ class OpenAiService:
         chat = Chat(asked["model"], asked["messages"], tools, asked["parallel_tool_calls"])
         most, schema = asked["max_completion_tokens"] or asked["max_tokens"], _schema(asked["response_format"])
         sampling = _sampling(asked, most, asked["top_logprobs"], schema)
-        form = partial(ChatForm, scores=asked["logprobs"], with_usage=_with_usage(asked))
-        return self.converse(caller, chat, sampling, form, gone, scores=asked["logprobs"])
+        options = Options(scores=asked["logprobs"], ids=asked["return_token_ids"])
+        form = partial(ChatForm, scores=options.scores, ids=options.ids, with_usage=_with_usage(asked))
+        return self.converse(caller, chat, sampling, form, gone, options)
 
     def converse(
-        self, caller: Caller, chat: Chat, sampling: Sampling, form: MakeForm, gone: Gone, *, scores: bool = False
+        self, caller: Caller, chat: Chat, sampling: Sampling, form: MakeForm, gone: Gone, options: Options
     ) -> Answer:
         """The answer in a conversation. Raises the same errors."""
         model = self._model(caller, chat.model)
@@ -134,7 +136,7 @@ class OpenAiService:
             raise BadRequest("an answer that follows a JSON schema holds no tool call and continues no text: send none")
         request = model.request(sampling, model.chat_prompt(chat))
         tools = ToolOptions(search=model.calls_tools(chat), parallel=chat.parallel)
-        return self._answer(caller, model, chat.model, [request], form(tools), Options(scores=scores), gone)
+        return self._answer(caller, model, chat.model, [request], form(tools), options, gone)
 
     def count(self, caller: Caller, chat: Chat) -> int:
         """The number of the prompt's tokens in a conversation. Raises NotFound, BadRequest or Unavailable."""

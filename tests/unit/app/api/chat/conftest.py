@@ -50,3 +50,14 @@ def spent_budget(app: Flask, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = app.extensions[EXTENSION].quotas._limits
     monkeypatch.setattr(limits, "_default", Limits(monthly_budget=0))
     monkeypatch.setattr(limits, "_found", {})
+
+
+@pytest.fixture
+def follows_schemas(served: tuple[Api, Standin]) -> Iterator[None]:
+    """The sampler says that its answers can follow a JSON schema."""
+    services = served[0].services
+    add_worker(services, "sampler", CONTEXT, follows_schemas=True)
+    services.bases.live()
+    yield
+    add_worker(services, "sampler", CONTEXT)
+    services.bases.live()

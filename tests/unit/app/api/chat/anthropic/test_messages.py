@@ -11,7 +11,7 @@ from app.domain.sampling import SampleRequest
 from app.errors import Unavailable
 from tests.logs import everything_logged
 from tests.unit.app.api.chat.anthropic.caller import ASK, CALL, TOOL, URL, Anthropic
-from tests.unit.app.conftest import BASE, KEY, add_worker
+from tests.unit.app.conftest import BASE, KEY
 
 ASSISTANT = "<|im_start|>assistant\n"
 
@@ -160,9 +160,8 @@ def test_an_outage_passes_and_is_named_so(anthropic: Anthropic, monkeypatch: pyt
     assert "Retry-After" in answer.headers
 
 
+@pytest.mark.usefixtures("follows_schemas")
 def test_the_sampler_gets_the_schema_of_the_output(anthropic: Anthropic):
-    add_worker(anthropic.api.services, "sampler", follows_schemas=True)
-    anthropic.api.services.bases.live()
     anthropic.standin.says("{}")
     schema = {"type": "object", "properties": {"town": {"type": "string"}}}
     asked = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
@@ -172,3 +171,16 @@ def test_the_sampler_gets_the_schema_of_the_output(anthropic: Anthropic):
     for more in ({"messages": begun}, {"tools": [TOOL]}):
         refused = anthropic.post(**asked, **more)
         assert (refused.status_code, "continues no text" in refused.json["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_message_has_its_token_ids_and_logprobs_where_they_are_asked_for(anthropic: Anthropic, stream: bool):
+    anthropic.standin.says(f"é{CALL}")
+    asked = {"tools": [TOOL], "return_token_ids": True, "max_tokens": 200}
+    answer = anthropic.events(**asked)[-2] if stream else anthropic.message(**asked)
+    (request,) = anthropic.standin.seen
+    sampled = anthropic.standin.sequence(f"é{CALL}")
+    assert answer["prompt_token_ids"] == request.prompt.tolist()
+    assert answer["token_ids"] == sampled.tokens.tolist()
+    assert answer["logprobs"] == pytest.approx(sampled.logprobs.tolist())
+    assert "token_ids" not in anthropic.message()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.unit.app.api.chat.openai.caller import TOOLS, OpenAi
-from tests.unit.app.conftest import add_worker
 
 SCHEMA = {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}
 HI = [{"role": "user", "content": "hi"}]
@@ -18,14 +17,7 @@ def format_of(schema: Any, **more: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **more}}
 
 
-@pytest.fixture
-def follows(openai: OpenAi) -> OpenAi:
-    """A caller of a sampler that follows schemas."""
-    add_worker(openai.api.services, "sampler", follows_schemas=True)
-    openai.api.services.bases.live()
-    return openai
-
-
+@pytest.mark.usefixtures("follows_schemas")
 @pytest.mark.parametrize(
     ("asked", "schema"),
     [
@@ -35,13 +27,14 @@ def follows(openai: OpenAi) -> OpenAi:
         (format_of(SCHEMA, strict=None), SCHEMA),
     ],
 )
-def test_the_sampler_gets_the_schema_that_is_asked_for(follows: OpenAi, asked: dict[str, Any], schema: Any):
-    follows.standin.says("{}")
-    follows.chat(response_format=asked)
-    (request,) = follows.standin.seen
+def test_the_sampler_gets_the_schema_that_is_asked_for(openai: OpenAi, asked: dict[str, Any], schema: Any):
+    openai.standin.says("{}")
+    openai.chat(response_format=asked)
+    (request,) = openai.standin.seen
     assert (json.loads(request.json_schema) if request.json_schema else None) == schema
 
 
+@pytest.mark.usefixtures("follows_schemas")
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
@@ -54,16 +47,14 @@ def test_the_sampler_gets_the_schema_that_is_asked_for(follows: OpenAi, asked: d
     ],
 )
 def test_a_schema_that_cannot_be_followed_is_a_400_and_nothing_is_enqueued(
-    follows: OpenAi, asked: dict[str, Any], named: str
+    openai: OpenAi, asked: dict[str, Any], named: str
 ):
-    answer = follows.post("chat/completions", messages=HI, **asked)
+    answer = openai.post("chat/completions", messages=HI, **asked)
     assert (answer.status_code, named in answer.json["error"]["message"]) == (400, True), answer.text
-    assert follows.api.services.oplog.pending() == []
+    assert openai.api.services.oplog.pending() == []
 
 
 def test_another_sampler_is_named_with_the_one_that_can(openai: OpenAi):
-    add_worker(openai.api.services, "sampler")
-    openai.api.services.bases.live()
     answer = openai.post("chat/completions", messages=HI, response_format={"type": "json_object"})
     assert answer.status_code == 400
     assert 'sampler.backend "vllm", which can' in answer.json["error"]["message"]
