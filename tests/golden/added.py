@@ -51,10 +51,12 @@ CHANGED: dict[str, dict[str, Any]] = {
         # Costs and rates.
         "schemas StorageItem": "75cfbc6773aa5cc87d1cb5abf5df910b0c4da22bf6d739eb98077f3161758c4c",
         "schemas UsageEvent": "1dba5283c9dea351fbb0beca32ea0f53fe97cee3dd9acdedc79ba52d92a5ab76",
+        # A message can have the field reasoning.
+        "schemas Message": "8c035916e210235250c77486131aba2968a3ccb74cf10b8d49f80d220d22058c",
         # Both can ask for token ids.
         "schemas Completion": "e8be5d4239aa4dd60915626069e0ecea8fb199969307360003e6c4b0e54f7387",
-        # parallel_tool_calls can be false, and response_format a JSON schema.
-        "schemas ChatCompletion": "8eb51fbf9a3f40c649302ea4698ff277b9d47d2c4bca76888e6b478f2756dda7",
+        # parallel_tool_calls can be false, response_format a JSON schema; chat_template_kwargs.
+        "schemas ChatCompletion": "9000b44405c6dccbbba311a7e2a95f11af651cfff4d5e891542cb66b920c0f68",
         # Their answers in JSON are described, with an example.
         "post /api/v1/retrieve_future": "d2fd7fe87ee6012cda53fe44333725649f6c0e2ecf00daaf559e9647d7746c8d",
         "post /oai/api/v1/chat/completions": "abd5990d5f58a47caa0083cb968475addef6a51177cfaf8c732c90ff35081377",
@@ -138,6 +140,7 @@ ADDED: dict[str, set[str]] = {
         "schemas ResponseFormat",
         "schemas SearchCheckpoints",
         "schemas StartUpload",
+        "schemas Thinking",
         "schemas Tool",
         "schemas ToolChoice",
         "schemas Turn",

@@ -17,7 +17,7 @@ from app.api.base import blueprint as make
 from app.api.chat.base import MAX_MESSAGES, MAX_TOOLS, Counted, Ignored, Nullable, Sampled, Unsupported, answered, gone
 from app.api.examples import COUNT, MESSAGE
 from app.services.anthropic.answers import MessageForm
-from app.services.anthropic.requests import chat_of, sampling_of
+from app.services.anthropic.requests import chat_of, sampling_of, thinks
 from app.services.openai.generation import Options
 from app.services.sampling import MAX_STOPS
 
@@ -57,6 +57,12 @@ class ToolChoice(Nullable):
     disable_parallel_tool_use = fields.Boolean(load_default=False)
 
 
+class Thinking(Nullable):
+    type = fields.String(required=True, validate=validate.OneOf(["enabled", "adaptive", "disabled"]))
+    budget_tokens = Ignored()
+    display = Unsupported("summarized")
+
+
 class OutputFormat(Nullable):
     type = fields.String(required=True, validate=validate.OneOf(["json_schema"]))
     schema = fields.Dict(required=True)
@@ -75,7 +81,7 @@ class Conversation(Nullable):
     system = fields.Raw(load_default=None)
     tools = FirstWrong(fields.Nested(Tool), MAX_TOOLS, load_default=list)
     tool_choice = fields.Nested(ToolChoice, load_default=lambda: ToolChoice().load({"type": "auto"}))
-    thinking = Unsupported({"type": "disabled"})
+    thinking = fields.Nested(Thinking, load_default=lambda: Thinking().load({"type": "disabled"}))
     output_config = fields.Nested(OutputConfig, load_default=lambda: OutputConfig().load({}))
     output_format = Unsupported()
     context_management = Unsupported({})
@@ -106,7 +112,7 @@ class CreateMessage(Conversation, Sampled):
 def messages(asked: dict[str, Any]) -> Response | dict[str, Any]:
     """Answer in a conversation, by the model's chat template."""
     ids = asked["return_token_ids"]
-    form, options = partial(MessageForm, ids=ids), Options(ids=ids)
+    form, options = partial(MessageForm, thinks=thinks(asked), ids=ids), Options(ids=ids)
     answer = services().openai.converse(current_caller(), chat_of(asked), sampling_of(asked), form, gone(), options)
     return answered(answer, _event, stream=asked["stream"])
 

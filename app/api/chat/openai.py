@@ -25,6 +25,7 @@ from app.api.chat.base import (
 )
 from app.api.examples import CHAT, COMPLETION
 from app.services.openai.service import Answer
+from app.services.openai.tokenizer import RENDERED
 
 blueprint = make(
     "openai",
@@ -37,6 +38,10 @@ _DONE = "data: [DONE]\n\n"
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
 MAX_TOP = 20
+MAX_VARIABLES = 20
+MAX_NUMBER = 10_000
+MAX_TEXT = 1000
+MAX_FIELD = 64
 
 
 class StreamOptions(Counted):
@@ -121,6 +126,7 @@ class Message(Counted):
     tool_calls = FirstWrong(fields.Dict(), MAX_TOOLS, allow_none=True)
     tool_call_id = fields.String(allow_none=True)
     reasoning_content = fields.String(allow_none=True)
+    reasoning = fields.String(allow_none=True)
     refusal = Ignored(allow_none=True)
     annotations = Ignored(allow_none=True)
     audio = Unsupported(None)
@@ -153,6 +159,7 @@ class ChatCompletion(Request):
     tool_choice = fields.Raw(load_default="auto")
     parallel_tool_calls = fields.Boolean(load_default=True)
     response_format = fields.Nested(ResponseFormat, load_default=lambda: ResponseFormat().load({"type": "text"}))
+    chat_template_kwargs = fields.Dict(load_default=dict)
     modalities = Unsupported(["text"])
     functions = Unsupported([])
     function_call = Unsupported("none")
@@ -166,9 +173,28 @@ class ChatCompletion(Request):
     def check_fit(self, data: Mapping[str, Any], **_: Any) -> None:
         if data["top_logprobs"] and not data["logprobs"]:
             raise ValidationError("Needs logprobs to be true.", "top_logprobs")
+        check_variables(data["chat_template_kwargs"])
         if data["tool_choice"] not in ("auto", "none"):
             raise ValidationError(
                 "Must be 'auto' or 'none': this server cannot force the model to call a tool.", "tool_choice"
+            )
+
+
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Limits the variables of a chat template. Their values are single ones, so that the work of a template does not
+    depend on them."""
+    name = "chat_template_kwargs"
+    if len(variables) > MAX_VARIABLES:
+        raise ValidationError(f"Has {len(variables)} variables; at most {MAX_VARIABLES} are allowed.", name)
+    for key, value in variables.items():
+        if not key.isidentifier() or len(key) > MAX_FIELD or key in RENDERED:
+            raise ValidationError(f"{key[:MAX_FIELD]!r} is not a variable that a caller can set.", name)
+        if isinstance(value, str) and len(value) <= MAX_TEXT:
+            continue
+        if not (isinstance(value, int | float) and abs(value) <= MAX_NUMBER):
+            raise ValidationError(
+                f"{key} must be true, false, a number up to {MAX_NUMBER} or a text of at most {MAX_TEXT} characters.",
+                name,
             )
 
 

@@ -7,24 +7,27 @@ import uuid
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from app.services.openai.answers import AnswerHead, Count, ToolCall, ToolOptions, ToolText, Usage, merged
+from app.services.openai.answer_text import AnswerText, ParseOptions
+from app.services.openai.answers import AnswerHead, Count, Usage, merged
 from app.services.openai.generation import Delta
+from app.services.openai.tool_calls import ToolCall
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
 class MessageForm:
     """Formats an answer of one choice (see Form). Its text is one block, which is left out if there are tool calls and
-    the text before them is blank. `ids`: with the token ids of the prompt and of the answer, and the logprobs of the
-    latter."""
+    the text before them is blank. `thinks`: the model's thoughts are a block before it. `ids`: with the token ids of
+    the prompt and of the answer, and the logprobs of the latter."""
 
-    def __init__(self, tools: ToolOptions, *, ids: bool) -> None:
-        self._tools, self._ids = tools, ids
+    def __init__(self, options: ParseOptions, *, thinks: bool, ids: bool) -> None:
+        self._parsing, self._thinks, self._ids = options, thinks, ids
 
     def whole(self, head: AnswerHead, deltas: Iterable[Delta], count: Count) -> dict[str, Any]:
         (delta,) = merged(deltas)
-        text, calls = ToolText(self._tools).split(delta)
-        content = [] if calls and not text.strip() else [{"type": "text", "text": text}]
+        thoughts, text, calls = AnswerText(self._parsing).split(delta)
+        content = [{**_EMPTY["thinking"], "thinking": thoughts}] if thoughts and self._thinks else []
+        content += [] if calls and not text.strip() else [{"type": "text", "text": text}]
         content += [{**_tool_use(call), "input": json.loads(call.arguments)} for call in calls]
         end = {**_end(delta, calls), "usage": _usage(count()), **self._tokens(delta)}
         return {**_message(head), "content": content, **end}
@@ -32,24 +35,20 @@ class MessageForm:
     def chunks(self, head: AnswerHead, deltas: Iterable[Delta], count: Count) -> Iterator[dict[str, Any]]:
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         yield {"type": "message_start", "message": {**_message(head), **empty, "usage": _usage(count())}}
-        tool_text, text, is_open = ToolText(self._tools), "", False
+        answer, blocks, text = AnswerText(self._parsing), _Blocks(), ""
         seen: list[Delta] = []
         for delta in deltas:
             seen.append(delta)
-            more, calls = tool_text.split(delta)
+            thoughts, more, calls = answer.split(delta)
+            if thoughts and self._thinks:
+                yield from blocks.write("thinking", thoughts)
             text += more
-            if not is_open and (text.strip() or (delta.finish and not calls)):
-                is_open = True
-                yield _block_start(0, {"type": "text", "text": ""})
-            if is_open and text:
-                yield _block_delta(0, {"type": "text_delta", "text": text})
+            if blocks.kind == "text" or text.strip() or (delta.finish and not calls):
+                yield from blocks.write("text", text)
                 text = ""
-        if is_open:
-            yield _block_stop(0)
-        for index, call in enumerate(calls, start=int(is_open)):
-            yield _block_start(index, {**_tool_use(call), "input": {}})
-            yield _block_delta(index, {"type": "input_json_delta", "partial_json": call.arguments})
-            yield _block_stop(index)
+        for call in calls:
+            yield from blocks.call(call)
+        yield from blocks.close()
         end = {"usage": _usage(count()), **self._tokens(*merged(seen))}
         yield {"type": "message_delta", "delta": _end(delta, calls), **end}
         yield {"type": "message_stop"}
@@ -80,13 +79,38 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": call.name}
 
 
-def _block_start(index: int, block: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "content_block_start", "index": index, "content_block": block}
+_EMPTY = {"thinking": {"type": "thinking", "thinking": "", "signature": ""}, "text": {"type": "text", "text": ""}}
 
 
-def _block_delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "content_block_delta", "index": index, "delta": delta}
+class _Blocks:
+    """The events of a stream's blocks, one block after the other."""
 
+    def __init__(self) -> None:
+        self._index = -1
+        self.kind: str | None = None
 
-def _block_stop(index: int) -> dict[str, Any]:
-    return {"type": "content_block_stop", "index": index}
+    def write(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        """Adds to the present block, or to a new one of another kind."""
+        if kind != self.kind:
+            yield from self._open(kind, _EMPTY[kind])
+        if text:
+            yield self._delta({"type": f"{kind}_delta", kind: text})
+
+    def call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
+        """A new block with a tool call."""
+        yield from self._open("tool_use", {**_tool_use(call), "input": {}})
+        yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+
+    def close(self) -> Iterator[dict[str, Any]]:
+        """The end of the present block, if there is one."""
+        if self.kind is not None:
+            yield {"type": "content_block_stop", "index": self._index}
+            self.kind = None
+
+    def _open(self, kind: str, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield from self.close()
+        self._index, self.kind = self._index + 1, kind
+        yield {"type": "content_block_start", "index": self._index, "content_block": block}
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}

@@ -33,7 +33,13 @@ def chat_of(asked: Mapping[str, Any]) -> Chat:
         messages += _FORMS[role](blocks)
     choice = asked["tool_choice"]
     tools = [] if choice["type"] == "none" else [_tool(tool) for tool in asked["tools"]]
-    return Chat(asked["model"], messages, tools, not choice["disable_parallel_tool_use"], prefill)
+    variables = {"enable_thinking": thinks(asked)}
+    return Chat(asked["model"], messages, tools, not choice["disable_parallel_tool_use"], prefill, variables)
+
+
+def thinks(asked: Mapping[str, Any]) -> bool:
+    """True if a request asks for the model's thoughts."""
+    return bool(asked["thinking"]["type"] != "disabled")
 
 
 def sampling_of(asked: Mapping[str, Any]) -> Sampling:
@@ -83,9 +89,12 @@ def _user(blocks: Sequence[Block]) -> list[dict[str, Any]]:
 
 
 def _assistant(blocks: Sequence[Block]) -> list[dict[str, Any]]:
-    calls = [_call(block) for block in blocks if block.kind == "tool_use"]
-    message = _plain("assistant", (block for block in blocks if block.kind != "tool_use"))
-    return [{**message, "tool_calls": calls} if calls else message]
+    message = _plain("assistant", (block for block in blocks if block.kind not in ("tool_use", "thinking")))
+    if calls := [_call(block) for block in blocks if block.kind == "tool_use"]:
+        message["tool_calls"] = calls
+    if thoughts := [_field(block, "thinking", str) for block in blocks if block.kind == "thinking"]:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return [message]
 
 
 _FORMS = {"system": _system, "user": _user, "assistant": _assistant}
@@ -102,8 +111,8 @@ def _joined(blocks: Iterable[Block]) -> str:
 def _text(block: Block) -> str:
     if block.kind != "text":
         raise BadRequest(
-            f"{block.place} is of type {block.kind[:40]!r}; only text is supported here (and tool_use in turns of the "
-            "assistant before the last one, tool_result in turns of the user)"
+            f"{block.place} is of type {block.kind[:40]!r}; only text is supported here (and tool_use and thinking "
+            "in turns of the assistant before the last one, tool_result in turns of the user)"
         )
     text: str = _field(block, "text", str)
     return text

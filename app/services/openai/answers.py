@@ -1,11 +1,7 @@
-"""Answer formats: chat.completion, with its tool calls, and text_completion.
-
-Tool calls are parsed in the form that Qwen's and Hermes' templates teach: JSON between <tool_call> tags.
-"""
+"""Answer formats: chat.completion, with its tool calls, and text_completion."""
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -13,11 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
 
-from app.services.openai.generation import Delta, ScoredToken, held_back
+from app.services.openai.answer_text import AnswerText, ParseOptions
+from app.services.openai.generation import Delta, ScoredToken
+from app.services.openai.tool_calls import ToolCall
 
 _UNFINISHED = "\ufffd"
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +87,8 @@ class ChatForm:
     """Formats chat answers (see Form). `scores`: with logprobs. `ids`: with token ids, in the fields that vLLM's server
     has. `with_usage`: a stream ends with its usage."""
 
-    def __init__(self, tools: ToolOptions, *, scores: bool, ids: bool, with_usage: bool) -> None:
-        self._tools, self._scores, self._ids, self._with_usage = tools, scores, ids, with_usage
+    def __init__(self, options: ParseOptions, *, scores: bool, ids: bool, with_usage: bool) -> None:
+        self._parsing, self._scores, self._ids, self._with_usage = options, scores, ids, with_usage
 
     def whole(self, head: AnswerHead, deltas: Iterable[Delta], count: Count) -> dict[str, Any]:
         found = merged(deltas)
@@ -106,21 +102,22 @@ class ChatForm:
         return _last_with_usage(chunks, shown, count) if self._with_usage else chunks
 
     def _chunks(self, head: dict[str, Any], deltas: Iterable[Delta]) -> Iterator[dict[str, Any]]:
-        kept: dict[int, ToolText] = defaultdict(lambda: ToolText(self._tools))
+        kept: dict[int, AnswerText] = defaultdict(lambda: AnswerText(self._parsing))
         begun: set[int] = set()
         for delta in deltas:
             role = {} if delta.choice in begun else {"role": "assistant"}
             begun.add(delta.choice)
-            text, calls = kept[delta.choice].split(delta)
-            change = {**role, **({"content": text} if text or role else {}), **_called(calls)}
+            thoughts, text, calls = kept[delta.choice].split(delta)
+            content = {"content": text} if text or role else {}
+            change = {**role, **_thought(thoughts), **content, **_called(calls)}
             if change or delta.tokens or delta.finish:
                 first = _prompt_ids(delta) if len(begun) == 1 else {}
                 yield {**head, **first, "choices": [{"delta": change, **self._rest(delta, calls)}]}
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        text, calls = ToolText(self._tools).split(delta)
+        thoughts, text, calls = AnswerText(self._parsing).split(delta)
         content = None if calls and not text.strip() else text
-        message = {"role": "assistant", "content": content, **_called(calls, numbered=False)}
+        message = {"role": "assistant", **_thought(thoughts), "content": content, **_called(calls, numbered=False)}
         return {"message": message, **self._rest(delta, calls)}
 
     def _rest(self, delta: Delta, calls: list[ToolCall]) -> dict[str, Any]:
@@ -136,6 +133,11 @@ def _prompt_ids(delta: Delta) -> dict[str, Any]:
 
 def _chat_head(head: AnswerHead, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{head.request_id}", "object": kind, "created": head.created, "model": head.model}
+
+
+def _thought(thoughts: str) -> dict[str, Any]:
+    """The field of the thoughts, under the name that vLLM gives it and the one that DeepSeek gives it."""
+    return {"reasoning": thoughts, "reasoning_content": thoughts} if thoughts else {}
 
 
 def _called(calls: list[ToolCall], *, numbered: bool = True) -> dict[str, Any]:
@@ -205,82 +207,3 @@ def _logprobs(tokens: Iterable[ScoredToken], *, with_top: bool) -> dict[str, Any
 def _top(token: ScoredToken) -> dict[str, float] | None:
     """The most likely tokens with their logprobs. The sampled token is included even if it is not among them."""
     return None if token.logprob is None else {**dict(reversed(token.top)), token.text: token.logprob}
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A tool call; `arguments` is JSON text."""
-
-    name: str
-    arguments: str
-
-
-def are_understood(template: str) -> bool:
-    """True if the template teaches the model these tags."""
-    return _OPEN in template
-
-
-@dataclass(frozen=True, slots=True)
-class ToolOptions:
-    """How tool calls are read. `search`: the text is searched for them. Without `parallel`, the first call of an answer
-    is kept."""
-
-    search: bool = True
-    parallel: bool = True
-
-
-class ToolText:
-    """Separates tool calls from text. Text passes up to the first tag. Everything after it is kept until it is
-    complete, because it may still turn out not to be a call."""
-
-    def __init__(self, options: ToolOptions) -> None:
-        self._options = options
-        self._kept = ""
-
-    def split(self, delta: Delta) -> tuple[str, list[ToolCall]]:
-        """(text, calls) that are certain with this delta of an answer; calls come with its last one."""
-        if not self._options.search:
-            return delta.text, []
-        text = self.push(delta.text)
-        more, calls = self.finish() if delta.finish else ("", [])
-        return text + more, calls if self._options.parallel else calls[:1]
-
-    def push(self, text: str) -> str:
-        """Adds text, and returns the text that is certainly not part of a call."""
-        self._kept += text
-        start = self._kept.find(_OPEN)
-        upto = len(self._kept) - held_back(self._kept, [_OPEN]) if start < 0 else start
-        passed, self._kept = self._kept[:upto], self._kept[upto:]
-        return passed
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """(remaining text, calls); one of the two is empty."""
-        calls = parse(self._kept)
-        return ("", calls) if calls else (self._kept, [])
-
-
-def parse(text: str) -> list[ToolCall]:
-    """The calls that make up `text`. None are returned if the text holds anything else, or a call that is not {"name":
-    ..., "arguments": {...}}.
-
-    A model may generate any text, of any length. This parser takes linear time; a regular expression took cubic time,
-    and blocked all other threads.
-    """
-    *parts, behind = text.split(_CLOSE)
-    calls = [_call(part.strip()) for part in parts]
-    return [call for call in calls if call] if all(calls) and not behind.strip() else []
-
-
-def _call(text: str) -> ToolCall | None:
-    if not text.startswith(_OPEN):
-        return None
-    try:
-        found = json.loads(text.removeprefix(_OPEN))
-        if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-            return None
-        arguments = found.get("arguments", {})
-        # Python reads NaN and numbers beyond a double's range, which are no JSON.
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):
-        return None
-    return ToolCall(found["name"], written) if isinstance(arguments, dict) else None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from app.domain.records import BaseModelInfo, Sampler
 from app.domain.sampling import SampleRequest
-from app.services.openai.answers import are_understood
+from app.services.openai.answer_text import Thoughts, thoughts_of
 from app.services.openai.tokenizer import BaseTokenizer, for_template
+from app.services.openai.tool_calls import are_understood
 from app.services.sampling import check_sample
 from app.settings import LimitSettings
 from app.wire.bodies import model_input
@@ -38,13 +39,14 @@ class Sampling:
 @dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation with a model. `messages` and `tools` have OpenAI's form. Without `parallel`, the first tool call
-    of an answer is kept. `prefill` is the beginning of the answer."""
+    of an answer is kept. `prefill` is the beginning of the answer. `variables`: further variables of the template."""
 
     model: str
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     parallel: bool = True
     prefill: str = ""
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +65,17 @@ class Target:
         several = isinstance(given, list) and not isinstance(given[0], int)
         return [self._tokens(prompt) for prompt in (given if several else [given])]
 
-    def chat_prompt(self, chat: Chat) -> np.ndarray:
-        """int32 [n] of a conversation. Raises BadRequest."""
-        return self.tokenizer.encode_chat(for_template(chat.messages), chat.tools, self.info.max_context, chat.prefill)
+    def chat_text(self, chat: Chat) -> str:
+        """The prompt of a conversation as text. Raises BadRequest."""
+        return self.tokenizer.chat_text(for_template(chat.messages), chat.tools, chat.variables)
+
+    def chat_prompt(self, chat: Chat, text: str) -> np.ndarray:
+        """int32 [n] of a conversation and its `chat_text`. Raises BadRequest."""
+        return self.tokenizer.encode_rendered(text + chat.prefill, self.info.max_context)
+
+    def thoughts(self, chat: Chat, text: str) -> Thoughts:
+        """The place of thoughts in the answer to a conversation and its `chat_text`."""
+        return thoughts_of(self.tokenizer.template(chat.tools), text, chat.prefill)
 
     def calls_tools(self, chat: Chat) -> bool:
         """True if the model is offered tools and taught the form of their calls."""

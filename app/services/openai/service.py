@@ -18,7 +18,8 @@ from app.domain.sampling import SampleRequest
 from app.errors import BadRequest, NotFound
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, sampler_role
-from app.services.openai.answers import AnswerHead, ChatForm, CompletionForm, Form, ToolOptions, Usage
+from app.services.openai.answer_text import ParseOptions, Thoughts
+from app.services.openai.answers import AnswerHead, ChatForm, CompletionForm, Form, Usage
 from app.services.openai.generation import Choices, Delta, Options
 from app.services.openai.json_schema import ANY_OBJECT, checked_schema
 from app.services.openai.requests import Chat, Sampling, Target
@@ -34,8 +35,8 @@ from app.stores.redis.records import RedisRecords, dump
 Gone = Callable[[], bool]
 """Returns True when the client has closed the connection."""
 
-MakeForm = Callable[[ToolOptions], Form]
-"""Returns the form of an answer, which reads tool calls by these options."""
+MakeForm = Callable[[ParseOptions], Form]
+"""Returns the form of an answer, which reads thoughts and tool calls in this way."""
 
 _SCHEME = "tinker://"
 _KIND = "sampler_weights"
@@ -120,7 +121,8 @@ class OpenAiService:
     def chat(self, caller: Caller, asked: Mapping[str, Any], gone: Gone) -> Answer:
         """The answer of a chat. Raises the same errors."""
         tools = [] if asked["tool_choice"] == "none" else asked["tools"]
-        chat = Chat(asked["model"], asked["messages"], tools, asked["parallel_tool_calls"])
+        variables = asked["chat_template_kwargs"]
+        chat = Chat(asked["model"], asked["messages"], tools, asked["parallel_tool_calls"], variables=variables)
         most, schema = asked["max_completion_tokens"] or asked["max_tokens"], _schema(asked["response_format"])
         sampling = _sampling(asked, most, asked["top_logprobs"], schema)
         options = Options(scores=asked["logprobs"], ids=asked["return_token_ids"])
@@ -134,13 +136,16 @@ class OpenAiService:
         model = self._model(caller, chat.model)
         if sampling.json_schema and (chat.tools or chat.prefill):
             raise BadRequest("an answer that follows a JSON schema holds no tool call and continues no text: send none")
-        request = model.request(sampling, model.chat_prompt(chat))
-        tools = ToolOptions(search=model.calls_tools(chat), parallel=chat.parallel)
-        return self._answer(caller, model, chat.model, [request], form(tools), options, gone)
+        text = model.chat_text(chat)
+        request = model.request(sampling, model.chat_prompt(chat, text))
+        thoughts = Thoughts.NONE if sampling.json_schema else model.thoughts(chat, text)
+        parsing = ParseOptions(thoughts, tools=model.calls_tools(chat), parallel=chat.parallel)
+        return self._answer(caller, model, chat.model, [request], form(parsing), options, gone)
 
     def count(self, caller: Caller, chat: Chat) -> int:
         """The number of the prompt's tokens in a conversation. Raises NotFound, BadRequest or Unavailable."""
-        return len(self._model(caller, chat.model).chat_prompt(chat))
+        model = self._model(caller, chat.model)
+        return len(model.chat_prompt(chat, model.chat_text(chat)))
 
     def _model(self, caller: Caller, name: str) -> Target:
         sampler_id, sampler = self._samplers.of(caller, name)

@@ -30,10 +30,12 @@ _DEFAULT = "default"
 # The most characters per context token. To encode a mebibyte of text takes half a second and 400 MB, and few texts have
 # more than 5 characters per token.
 _CHARACTERS = 16
+RENDERED = ("messages", "tools", "documents", "add_generation_prompt")
+"""The variables of a template that every conversation has."""
 Find = Callable[[str], Path | None]
 """A file of the tokenizer by its name, or None when it has no such file."""
 
-_KEPT = ("name", "tool_call_id", "reasoning_content")
+_KEPT = ("name", "tool_call_id")
 
 
 class BaseTokenizer:
@@ -58,15 +60,29 @@ class BaseTokenizer:
         tools: Sequence[Mapping[str, Any]],
         context: int = sys.maxsize,
         prefill: str = "",
+        variables: Mapping[str, Any] | None = None,
     ) -> np.ndarray:
-        """int32 [n] of a conversation, up to the point where the assistant answers, and of `prefill`, the beginning of
-        the answer. Raises the errors of `encode`. Also raises BadRequest when the model has no chat template, or when
-        its template refuses the messages."""
+        """int32 [n] of `chat_text` and of `prefill`, the beginning of the answer. Raises the errors of `encode` and of
+        `chat_text`."""
+        return self.encode_rendered(self.chat_text(messages, tools, variables) + prefill, context)
+
+    def encode_rendered(self, text: str, context: int) -> np.ndarray:
+        """int32 [n] of a text that holds its special tokens already. Raises the errors of `encode`."""
+        return self._ids(text, context, special=False)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation, up to the point where the assistant answers. `variables`: further variables of
+        the template. Raises BadRequest when the model has no chat template, or when its template refuses the
+        messages."""
         template = self._templates.get(self._which(tools))
         if template is None:
             raise BadRequest("this model has no chat template: complete a text with OpenAI's /completions instead")
-        text = render(template, messages, tools or None, self._special)
-        return self._ids(text + prefill, context, special=False)
+        return render(template, messages, tools or None, {**(variables or {}), **self._special})
 
     def template(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """The text of the chat template that these tools select; empty if there is none."""
@@ -207,12 +223,13 @@ def render(
     template: Template,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
-    tokens: Mapping[str, str],
+    variables: Mapping[str, Any],
 ) -> str:
-    """The text of a conversation, up to the point where the assistant answers. `tokens`: special tokens by name. Raises
-    BadRequest for messages that the template refuses."""
+    """The text of a conversation, up to the point where the assistant answers. `variables`: special tokens by name, and
+    variables of the caller. Raises BadRequest for messages that the template refuses."""
+    own = (messages, tools, None, True)
     try:
-        return template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=True, **tokens)
+        return template.render({**variables, **dict(zip(RENDERED, own, strict=True))})
     except (TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
         raise BadRequest(f"the model's chat template cannot take these messages: {str(error)[:300]}") from None
 
@@ -258,6 +275,8 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     kept = {name: message[name] for name in _KEPT if message.get(name) is not None}
     calls = message.get("tool_calls")
     more = {"tool_calls": [_call(call, f"{where}.tool_calls.{i}") for i, call in enumerate(calls)]} if calls else {}
+    thoughts = message.get("reasoning_content") or message.get("reasoning")
+    more |= {"reasoning_content": thoughts} if thoughts else {}
     return {"role": role, "content": _text(message["content"], f"{where}.content"), **kept, **more}
 
 

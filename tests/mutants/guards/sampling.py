@@ -260,10 +260,10 @@ MUTANTS = (
     ),
     Mutant(
         "anthropic: arguments of a call that are not JSON would break the JSON of the answer",
-        "app/services/openai/answers.py",
+        "app/services/openai/tool_calls.py",
         ", allow_nan=False",
         "",
-        f"{_OPENAI}/test_answers.py::test_what_is_no_call_stays_text",
+        f"{_OPENAI}/test_tool_calls.py::test_what_is_no_call_stays_text",
     ),
     Mutant(
         "openai: an outage is waited for",

@@ -15,14 +15,20 @@ from app.services.openai.tokenizer import read
 from app.settings import ApiSettings, Settings
 from app.stores.redis.client import connect
 from app.stores.redis.completions import TokenStreams
-from tests.tokenizers import byte_tokenizer
+from tests.tokenizers import WITH_TOOLS, byte_tokenizer
 from tests.unit.app.api.chat.standin import CAPACITY, CONTEXT, MAX_BODY_BYTES, Standin
 from tests.unit.app.conftest import Api, add_worker
 
 
 @pytest.fixture(scope="module")
-def app(settings: Settings, tmp_path_factory: pytest.TempPathFactory) -> Flask:
-    folder = byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+def template() -> str:
+    """The chat template of the base model."""
+    return WITH_TOOLS
+
+
+@pytest.fixture(scope="module")
+def app(settings: Settings, tmp_path_factory: pytest.TempPathFactory, template: str) -> Flask:
+    folder = byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), template)
     base = settings.base_models[0].model_copy(update={"path": str(folder)})
     limits = ApiSettings(poll_hold_s=0.3, poll_capacity=CAPACITY, max_body_bytes=MAX_BODY_BYTES)
     return create_app(settings.model_copy(update={"base_models": (base,), "api": limits}))

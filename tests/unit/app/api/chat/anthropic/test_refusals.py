@@ -27,8 +27,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "hot": ({"temperature": 2.5}, "temperature"),
     "no top": ({"top_k": 0}, "top_k"),
     "unknown": ({"top_kk": 5}, "top_kk"),
-    "thinking": ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-    "thinking as it likes": ({"thinking": {"type": "adaptive"}}, "thinking"),
+    "thinking of a kind": ({"thinking": {"type": "deep"}}, "thinking.type"),
+    "hidden thinking": ({"thinking": {"type": "enabled", "display": "omitted"}}, "thinking.display"),
     "a format": ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "JSON schema"),
     "a bad format": (
         {"output_config": {"format": {"type": "json_schema", "schema": {"type": "date"}}}},
@@ -51,7 +51,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "messages.1.content.1 is of type",
     ),
     "a document": (talk({"type": "document"}), "'document'; only text"),
-    "thoughts": (talk({"type": "thinking", "thinking": "hm"}, role="assistant"), "'thinking'; only text"),
+    "thoughts of the user": (talk({"type": "thinking", "thinking": "hm"}), "'thinking'; only text"),
+    "no thoughts": (talk({"type": "thinking"}, role="assistant"), "messages.1.content.0.thinking must be a string"),
     "a call of the user": (talk({"type": "tool_use"}), "'tool_use'; only text"),
     "a result of the assistant": (talk({"type": "tool_result"}, role="assistant"), "'tool_result'; only text"),
     "a call to go on after": (

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from app.services.openai.answers import ToolOptions, ToolText, parse
+from app.services.openai.tool_calls import ToolText, parse
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Zürich"}}\n</tool_call>'
 
@@ -38,7 +38,7 @@ NO_CALLS = {
 
 @pytest.mark.parametrize("case", NO_CALLS)
 def test_what_is_no_call_stays_text(case: str):
-    text = ToolText(ToolOptions())
+    text = ToolText()
     shown = text.push(NO_CALLS[case])
     rest, calls = text.finish()
     assert (shown + rest, calls) == (NO_CALLS[case], [])
@@ -47,7 +47,7 @@ def test_what_is_no_call_stays_text(case: str):
 @pytest.mark.parametrize("size", [1, 2, 7, 200])
 def test_text_before_a_call_is_shown_and_no_part_of_the_call(size: int):
     whole = f"a < b, so:\n{CALL}"
-    text = ToolText(ToolOptions())
+    text = ToolText()
     shown = "".join(text.push(whole[i : i + size]) for i in range(0, len(whole), size))
     rest, calls = text.finish()
     assert (shown, rest, [call.name for call in calls]) == ("a < b, so:\n", "", ["weather"])

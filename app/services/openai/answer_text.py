@@ -1,0 +1,117 @@
+"""The parts of a chat's answer: the model's thoughts, its text and its tool calls.
+
+Models that think write their thoughts between <think> tags before the answer. Some templates open the tag in the
+prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from app.services.openai.generation import Delta, held_back
+from app.services.openai.tool_calls import ToolCall, ToolText
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+class Thoughts(Enum):
+    """The place of thoughts in an answer: nowhere, at its beginning after a tag, or at its beginning without one."""
+
+    NONE = 0
+    TAGGED = 1
+    OPENED = 2
+
+
+def thoughts_of(template: str, text: str, prefill: str) -> Thoughts:
+    """The place of thoughts in the answer to a prompt, which is `text` and `prefill`."""
+    if _CLOSE not in template:
+        return Thoughts.NONE
+    begun = (_OPEN if text.rstrip().endswith(_OPEN) else "") + prefill
+    return Thoughts.OPENED if begun.rfind(_OPEN) > begun.rfind(_CLOSE) else Thoughts.TAGGED
+
+
+@dataclass(frozen=True, slots=True)
+class ParseOptions:
+    """How an answer is read. With `tools` its text is searched for calls. Without `parallel`, the first call of an
+    answer is kept."""
+
+    thoughts: Thoughts = Thoughts.NONE
+    tools: bool = False
+    parallel: bool = True
+
+
+class Parts(NamedTuple):
+    """The parts of an answer that are certain with a delta. Calls come with its last one."""
+
+    thoughts: str
+    text: str
+    calls: list[ToolCall]
+
+
+class AnswerText:
+    """Separates the text of one answer into its parts."""
+
+    def __init__(self, options: ParseOptions) -> None:
+        self._parsing = options
+        self._thoughts, self._tools = ThoughtText(options.thoughts), ToolText()
+
+    def split(self, delta: Delta) -> Parts:
+        """The parts that are certain with this delta of the answer."""
+        thoughts, text = self._thoughts.push(delta.text)
+        if delta.finish:
+            rest = self._thoughts.finish()
+            thoughts, text = thoughts + rest[0], text + rest[1]
+        if not self._parsing.tools:
+            return Parts(thoughts, text, [])
+        text = self._tools.push(text)
+        more, calls = self._tools.finish() if delta.finish else ("", [])
+        return Parts(thoughts, text + more, calls if self._parsing.parallel else calls[:1])
+
+
+class ThoughtText:
+    """Separates thoughts from the text after them. Line breaks around the thoughts belong to neither."""
+
+    def __init__(self, place: Thoughts) -> None:
+        self._place = place
+        self._kept = ""
+        self._at_start = place is not Thoughts.NONE
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Adds text, and returns the (thoughts, text) that are certain by now."""
+        self._kept += text
+        if self._place is Thoughts.TAGGED:
+            self._open()
+        thoughts = self._think() if self._place is Thoughts.OPENED else ""
+        return thoughts, self._answer() if self._place is Thoughts.NONE else ""
+
+    def finish(self) -> tuple[str, str]:
+        """The (thoughts, text) that might have become a tag."""
+        if self._place is Thoughts.OPENED:
+            return (self._kept.lstrip("\n") if self._at_start else self._kept).rstrip("\n"), ""
+        return "", self._kept
+
+    def _open(self) -> None:
+        begun = self._kept.lstrip()
+        if begun.startswith(_OPEN):
+            self._place, self._kept = Thoughts.OPENED, begun.removeprefix(_OPEN)
+        elif not _OPEN.startswith(begun):
+            self._place, self._at_start = Thoughts.NONE, False
+
+    def _think(self) -> str:
+        found = self._kept.find(_CLOSE)
+        upto = found if found >= 0 else len(self._kept) - held_back(self._kept, [_CLOSE])
+        inside = self._kept[:upto].rstrip("\n")
+        shown = inside.lstrip("\n") if self._at_start else inside
+        self._at_start = self._at_start and not shown
+        if found >= 0:
+            self._place, self._at_start, self._kept = Thoughts.NONE, True, self._kept[found + len(_CLOSE) :]
+        else:
+            self._kept = self._kept[len(inside) :]
+        return shown
+
+    def _answer(self) -> str:
+        shown, self._kept = self._kept.lstrip("\n") if self._at_start else self._kept, ""
+        self._at_start = self._at_start and not shown
+        return shown

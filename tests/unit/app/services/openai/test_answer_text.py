@@ -1,0 +1,79 @@
+"""Thoughts, text and tool calls of an answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.services.openai.answer_text import AnswerText, ParseOptions, Thoughts, thoughts_of
+from app.services.openai.generation import Delta
+
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+TAGGED = {
+    "thoughts and text": ("<think>\nhm\n\nso\n</think>\n\nyes", "hm\n\nso", "yes"),
+    "after white space": ("\n <think>hm</think>yes\n", "hm", "yes\n"),
+    "none": ("yes <think>no</think>", "", "yes <think>no</think>"),
+    "empty ones": ("<think>\n\n</think>\n\nyes", "", "yes"),
+    "no end": ("<think>\nhm </thin", "hm </thin", ""),
+    "no text": ("<think>hm</think>", "hm", ""),
+    "a second tag": ("<think>a<think>b</think>c</think>", "a<think>b", "c</think>"),
+    "half a tag": ("<thin", "", "<thin"),
+    "nothing": ("", "", ""),
+}
+OPENED = {
+    "thoughts and text": ("hm\n</think>\n\nyes", "hm", "yes"),
+    "no end": ("hm", "hm", ""),
+    "an end at once": ("</think>yes", "", "yes"),
+}
+
+
+def parts(options: ParseOptions, whole: str, size: int) -> tuple[str, str, list[str]]:
+    """The parts of an answer that comes in pieces of `size` characters."""
+    answer = AnswerText(options)
+    pieces = [whole[i : i + size] for i in range(0, len(whole), size)] or [""]
+    deltas = [Delta(0, piece) for piece in pieces[:-1]] + [Delta(0, pieces[-1], finish="stop")]
+    found = [answer.split(delta) for delta in deltas]
+    calls = [call.name for part in found for call in part.calls]
+    return "".join(part.thoughts for part in found), "".join(part.text for part in found), calls
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("case", TAGGED)
+def test_thoughts_between_tags_are_no_part_of_the_text(case: str, size: int):
+    whole, thoughts, text = TAGGED[case]
+    assert parts(ParseOptions(Thoughts.TAGGED), whole, size) == (thoughts, text, [])
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("case", OPENED)
+def test_thoughts_that_the_prompt_has_opened_need_no_tag(case: str, size: int):
+    whole, thoughts, text = OPENED[case]
+    assert parts(ParseOptions(Thoughts.OPENED), whole, size) == (thoughts, text, [])
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_that_is_only_a_thought_is_none(size: int):
+    whole = f"<think>{CALL}</think>so:{CALL}"
+    assert parts(ParseOptions(Thoughts.TAGGED, tools=True), whole, size) == (CALL, "so:", ["f"])
+    assert parts(ParseOptions(Thoughts.NONE), whole, size) == ("", whole, [])
+
+
+def test_thoughts_of_any_length_are_read_in_linear_time():
+    whole = "<think>" + "\n<" * 20_000
+    assert parts(ParseOptions(Thoughts.TAGGED), whole, 1)[0] == "<" + "\n<" * 19_999
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "prefill", "place"),
+    [
+        ("", "<think>\n", "", Thoughts.NONE),
+        ("x </think> y", "assistant\n", "", Thoughts.TAGGED),
+        ("x </think> y", "user: what is <think>?\nassistant\n", "", Thoughts.TAGGED),
+        ("x </think> y", "assistant\n<think>\n", "", Thoughts.OPENED),
+        ("x </think> y", "assistant\n<think>\n\n</think>\n\n", "", Thoughts.TAGGED),
+        ("x </think> y", "assistant\n<think>\n", "hm", Thoughts.OPENED),
+        ("x </think> y", "assistant\n<think>\n", "hm</think>", Thoughts.TAGGED),
+        ("x </think> y", "assistant\n", "<think>hm", Thoughts.OPENED),
+    ],
+)
+def test_the_template_and_the_prompt_say_where_thoughts_are(template: str, text: str, prefill: str, place: Thoughts):
+    assert thoughts_of(template, text, prefill) is place
