@@ -158,7 +158,7 @@ def build(settings: Settings) -> Services:
         queue_states=queue_states,
         queue=QueueService(snapshots, queue_states, backlog, calls, records, bases),
         cancels=cancels,
-        openai=OpenAiService(bases, samplers, admission, poll_limiter, result_stream, settings.limits),
+        openai=OpenAiService(bases, samplers, admission, quotas, poll_limiter, result_stream, settings.limits),
         hub=HubService(settings, bases),
         audit=AuditService(ledger, records),
         usage=UsageService(ledger, records, settings.prices_of),

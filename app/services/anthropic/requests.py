@@ -11,6 +11,14 @@ from app.errors import BadRequest
 from app.services.openai.json_schema import checked_schema
 from app.services.openai.requests import Chat, Sampling
 
+_FIELDS = {
+    "text": {"text", "citations"},
+    "tool_use": {"id", "name", "input", "caller", "toolset_name"},
+    "tool_result": {"tool_use_id", "content", "is_error", "toolset_name"},
+    "thinking": {"thinking", "signature"},
+}
+"""The fields of each type of block. Those that do not change the prompt are ignored."""
+
 
 class Block(NamedTuple):
     """A block of content, and its place in the request."""
@@ -72,7 +80,17 @@ def _blocks(content: Any, place: str) -> list[Block]:
         return [Block(place, {"type": "text", "text": content})]
     if not isinstance(content, list) or not content:
         raise BadRequest(f"{place} must be a text or a list of at least one block")
-    return [Block(f"{place}.{index}", fields) for index, fields in enumerate(content)]
+    return [_known(Block(f"{place}.{index}", fields)) for index, fields in enumerate(content)]
+
+
+def _known(block: Block) -> Block:
+    """The block. Raises BadRequest for a field that its type does not have. A block of another type is refused where it
+    is used."""
+    if block.kind in _FIELDS:
+        given = {name for name, value in block.fields.items() if value is not None}
+        if unknown := given - _FIELDS[block.kind] - {"type", "cache_control"}:
+            raise BadRequest(f"{block.place}.{min(unknown)[:40]}: a block of type {block.kind} has no such field")
+    return block
 
 
 def _system(blocks: Sequence[Block]) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from app.domain.accounts import Caller
 from app.domain.records import Sampler, Session
 from app.domain.sampling import SampleRequest
 from app.errors import BadRequest, NotFound
-from app.services.admission import AdmissionService
+from app.services.admission import AdmissionService, QuotaService
 from app.services.base_models import BaseModels, sampler_role
 from app.services.openai.answer_text import ParseOptions, Thoughts
 from app.services.openai.answers import AnswerHead, ChatForm, CompletionForm, Form, Usage
@@ -76,13 +76,14 @@ class OpenAiService:
         bases: BaseModels,
         samplers: Samplers,
         admission: AdmissionService,
+        quotas: QuotaService,
         poll_limiter: LongPollLimiter,
         result_stream: ResultStream,
         limits: LimitSettings,
     ) -> None:
         self._limits = limits
         self._bases, self._samplers, self._admission = bases, samplers, admission
-        self._poll_limiter, self._result_stream = poll_limiter, result_stream
+        self._quotas, self._poll_limiter, self._result_stream = quotas, poll_limiter, result_stream
         self._tokenizers = Tokenizers(bases)
 
     def models(self, caller: Caller) -> list[dict[str, Any]]:
@@ -143,8 +144,10 @@ class OpenAiService:
         return self._answer(caller, model, chat.model, [request], form(parsing), options, gone)
 
     def count(self, caller: Caller, chat: Chat) -> int:
-        """The number of the prompt's tokens in a conversation. Raises NotFound, BadRequest or Unavailable."""
+        """The number of the prompt's tokens in a conversation. It changes nothing, but to encode a text takes time, so
+        it is charged as a call. Raises NotFound, BadRequest, TooManyRequests or Unavailable."""
         model = self._model(caller, chat.model)
+        self._quotas.take(caller, caller.project)
         return len(model.chat_prompt(chat, model.chat_text(chat)))
 
     def _model(self, caller: Caller, name: str) -> Target:

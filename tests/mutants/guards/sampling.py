@@ -266,6 +266,20 @@ MUTANTS = (
         f"{_OPENAI}/test_tool_calls.py::test_what_is_no_call_stays_text",
     ),
     Mutant(
+        "openai: a schema that leads back to itself has no end",
+        "app/services/openai/json_schema.py",
+        "        self._refuse_recursion()\n",
+        "",
+        f"{_OPENAI}/test_json_schema.py",
+    ),
+    Mutant(
+        "openai: a large schema keeps a sampler busy",
+        "app/services/openai/json_schema.py",
+        "if self._counts[what] > most:",
+        "if False:",
+        f"{_OPENAI}/test_json_schema.py",
+    ),
+    Mutant(
         "openai: an outage is waited for",
         "app/services/openai/streaming.py",
         "if not is_outage(error):\n                raise\n            time",

@@ -58,3 +58,10 @@ def test_a_call_is_its_turns_and_each_result_a_message_in_their_order():
         {"role": "tool", "tool_call_id": "id-h", "content": ""},
         {"role": "user", "content": "go on"},
     ]
+
+
+def test_the_blocks_of_an_answer_come_back_as_the_clients_send_them():
+    shown = {"type": "text", "text": "see", "citations": None}
+    call = {**use("f"), "caller": {"type": "direct"}, "toolset_name": None}
+    messages = translated(("user", "a"), ("assistant", [shown, call]), ("user", [result("f", content="1")]))
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from app.domain.limits import Limits
 from app.domain.sampling import SampleRequest
 from app.errors import Unavailable
 from tests.logs import everything_logged
@@ -184,3 +185,13 @@ def test_a_message_has_its_token_ids_and_logprobs_where_they_are_asked_for(anthr
     assert answer["token_ids"] == sampled.tokens.tolist()
     assert answer["logprobs"] == pytest.approx(sampled.logprobs.tolist())
     assert "token_ids" not in anthropic.message()
+
+
+def test_a_count_is_charged_as_a_call(anthropic: Anthropic, monkeypatch: pytest.MonkeyPatch):
+    limits = anthropic.api.services.quotas._limits
+    monkeypatch.setattr(limits, "_default", Limits(requests_per_s=0.0001))
+    limits._found.clear()
+    first, second = (anthropic.post("messages/count_tokens") for _ in range(2))
+    limits._found.clear()
+    assert (first.status_code, second.status_code) == (200, 429)
+    assert "requests_per_s" in second.json["error"]["message"]

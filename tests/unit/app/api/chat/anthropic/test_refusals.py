@@ -68,6 +68,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         talk({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}),
         "messages.1.content.0.content.0 is of type 'image'",
     ),
+    "a field of no block": (talk({**TEXT, "txt": "b"}), "messages.1.content.0.txt: a block of type text has no"),
+    "a field of another block": (talk({**CALL, "input": {}, "text": "b"}, role="assistant"), "content.0.text: a block"),
+    "an unknown field of a result": (
+        talk({"type": "tool_result", "tool_use_id": "a", "content": [{**TEXT, "x": 1}]}),
+        "messages.1.content.0.content.0.x",
+    ),
+    "a system with a field": ({"system": [{**TEXT, "x": 1}]}, "system.0.x"),
     "no text": (talk({"type": "text"}), "messages.1.content.0.text must be a string"),
     "no block": (talk(), "messages.1.content must be"),
     "a number": (talk(5), "'int'; only text"),

@@ -55,6 +55,7 @@ def test_a_schema_that_cannot_be_followed_is_a_400_and_nothing_is_enqueued(
 
 
 def test_another_sampler_is_named_with_the_one_that_can(openai: OpenAi):
+    openai.standin.says("{}")
     answer = openai.post("chat/completions", messages=HI, response_format={"type": "json_object"})
     assert answer.status_code == 400
     assert 'sampler.backend "vllm", which can' in answer.json["error"]["message"]
