@@ -30,8 +30,8 @@ examples:
       everything from a file (GPUs, ZeRO stage, engine arguments), with another port
 
 Secrets can come from the environment: TINSMITH_API_KEY, TINSMITH_REDIS_URL, TINSMITH_BROKER_URL,
-TINSMITH_S3_ACCESS_KEY, TINSMITH_S3_SECRET_KEY, TINSMITH_URL_SECRET. Ctrl-C stops everything; the same data dir brings
-everything back.
+TINSMITH_S3_ACCESS_KEY, TINSMITH_S3_SECRET_KEY, TINSMITH_URL_SECRET, TINSMITH_CAPTURE_SECRET. Ctrl-C stops everything;
+the same data dir brings everything back.
 """
 
 

@@ -22,7 +22,7 @@ from app.api import (
     uploads,
 )
 from app.api.base import EXTENSION, SETTINGS, add_hooks
-from app.api.chat import anthropic, openai
+from app.api.chat import anthropic, captures, openai
 from app.console import login, pages
 from app.services import container
 from app.settings import Settings
@@ -65,6 +65,7 @@ _BLUEPRINTS = (
     account.limits_blueprint,
     openai.blueprint,
     anthropic.blueprint,
+    captures.blueprint,
     account.audit_blueprint,
     account.billing_blueprint,
     hub.blueprint,

@@ -90,6 +90,7 @@ class _Limits(Schema):
     checkpoint_ttl_s = fields.Integer(allow_none=True)
     keep_checkpoints = fields.Integer(allow_none=True)
     monthly_budget = fields.Float(allow_none=True)
+    capture_days = fields.Integer(allow_none=True)
 
 
 class _Used(Schema):

@@ -1,4 +1,4 @@
-"""The limits of one project or one API key, a project's budget, and how long it keeps checkpoints."""
+"""The limits of one project or one API key, a project's budget, and how long it keeps checkpoints and answers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ Changes = Mapping[str, float | None]
 """New values of some limits, by name; None removes a limit."""
 # Each deletion checks all newer checkpoints of the run again, in one script.
 _MOST_KEPT = 1000
+_MOST_DAYS = 3650
 SHORTEST_TTL_S, LONGEST_TTL_S = 3600, 10 * 365 * 24 * 3600
-RETENTION = ("checkpoint_ttl_s", "keep_checkpoints")
+RETENTION = ("checkpoint_ttl_s", "keep_checkpoints", "capture_days")
 COUNTS = ("live_models", "live_sessions", "storage_bytes", "concurrent_samples", *RETENTION)
 """The limits that are whole numbers."""
 UNCHARGED = ("weight", *RETENTION)
@@ -59,6 +60,11 @@ class Limits:
         "US dollars that a project may spend in a calendar month (UTC), by [prices]; above it, training and sampling "
         "get 403. A key's is ignored",
     )
+    capture_days: int | None = _described(
+        None,
+        "days for which the answers of the project's chats and completions are kept as datums, encrypted, from 1 to "
+        "3,650; none are without it, nor without capture_secret; a key's is ignored",
+    )
 
     def __post_init__(self) -> None:
         for name, value in ((each.name, getattr(self, each.name)) for each in fields(self)):
@@ -72,6 +78,8 @@ class Limits:
             )
         if (self.keep_checkpoints or 1) > _MOST_KEPT:
             raise ValueError(f"keep_checkpoints is {self.keep_checkpoints}: give a number from 1 to {_MOST_KEPT}")
+        if (self.capture_days or 1) > _MOST_DAYS:
+            raise ValueError(f"capture_days is {self.capture_days}: give a number from 1 to {_MOST_DAYS}")
         least, most = _WEIGHTS
         if not least <= self.weight <= most:
             raise ValueError(f"weight is {self.weight}: give a number from {least} to {most:.0f}")

@@ -8,6 +8,7 @@ from app.dispatch import Dispatcher, celery_app
 from app.errors import SetupError
 from app.services.admission import AdmissionService, LimitsOf, QuotaService
 from app.services.base_models import BaseModels
+from app.services.captures import CaptureService
 from app.services.checkpoints import ArchiveService, CheckpointSearch, CheckpointService, CopyService
 from app.services.hub import HubService
 from app.services.imports.importer import Importer
@@ -32,6 +33,7 @@ from app.signing import UrlSigner
 from app.stores.objects import create
 from app.stores.objects.accounts import AccountFiles
 from app.stores.objects.base import ObjectStore
+from app.stores.objects.captures import CaptureFiles
 from app.stores.objects.routes import RouteFiles
 from app.stores.pages import PageFiles
 from app.stores.redis.backlog import RedisBacklog, RedisCalls
@@ -81,6 +83,7 @@ class Services:
     queue: QueueService
     cancels: CancelService
     openai: OpenAiService
+    captures: CaptureService
     hub: HubService
     audit: AuditService
     usage: UsageService
@@ -117,6 +120,7 @@ def build(settings: Settings) -> Services:
     routes = RouteService(records, oplog, RouteFiles(objects, records.now))
     sampling = SamplingService(records, bases, admission, quotas, settings.limits)
     samplers = Samplers(records, lifecycle, bases, sampling)
+    captures = CaptureService(CaptureFiles(objects, settings.capture_secret, records.now), limits, records)
     importer = Importer(records, oplog, lifecycle, objects, quotas)
 
     futures, waiter = FutureFinder(oplog, records), Waiter(client, broker)
@@ -158,7 +162,10 @@ def build(settings: Settings) -> Services:
         queue_states=queue_states,
         queue=QueueService(snapshots, queue_states, backlog, calls, records, bases),
         cancels=cancels,
-        openai=OpenAiService(bases, samplers, admission, quotas, poll_limiter, result_stream, settings.limits),
+        openai=OpenAiService(
+            bases, samplers, admission, quotas, poll_limiter, result_stream, captures, settings.limits
+        ),
+        captures=captures,
         hub=HubService(settings, bases),
         audit=AuditService(ledger, records),
         usage=UsageService(ledger, records, settings.prices_of),

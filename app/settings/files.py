@@ -74,8 +74,9 @@ def _with_secrets(raw: dict[str, Any], environ: Mapping[str, str]) -> dict[str, 
         values = raw.setdefault(section, {}) if variable in environ else None
         if isinstance(values, dict):  # a value that is not a section is refused later
             values[key] = environ[variable]
-    if secret := environ.get("TINSMITH_URL_SECRET"):  # containers pass on an unset variable as an empty one
-        raw["url_secret"] = secret
+    for variable, key in (("TINSMITH_URL_SECRET", "url_secret"), ("TINSMITH_CAPTURE_SECRET", "capture_secret")):
+        if secret := environ.get(variable):  # containers pass on an unset variable as an empty one
+            raw[key] = secret
     keys = raw.get("api_keys", [])
     if "TINSMITH_API_KEY" in environ and isinstance(keys, list):
         raw["api_keys"] = [*keys, hash_key(environ["TINSMITH_API_KEY"])]

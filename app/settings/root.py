@@ -37,6 +37,9 @@ class Settings(Section):
         "is one",
     )
     url_secret: str = Field("", repr=False, description="secret that signs URLs, tokens and the console's logins")
+    capture_secret: str = Field(
+        "", repr=False, description="secret that encrypts kept answers (limits.project.capture_days); empty keeps none"
+    )
     api: ApiSettings = Field(ApiSettings(), description="the HTTP API")
     redis: RedisSettings = Field(RedisSettings(), description="your own servers for state and messages")
     store: StoreSettings = Field(StoreSettings(), description="the object store, which keeps checkpoints")

@@ -18,6 +18,7 @@ from app.services.teardown import Teardown
 from app.settings import BaseModelSettings, Settings
 from app.stores import objects
 from app.stores.objects.base import ObjectStore
+from app.stores.objects.captures import CaptureFiles
 from app.stores.pages import PageFiles
 from app.stores.redis.client import connect, connect_state
 from app.stores.redis.completions import TokenStreams
@@ -31,6 +32,7 @@ from workers.backends.sampling.base import SamplerBackend
 from workers.backends.training.base import TrainingBackend
 from workers.checkpoints.shm_transfer import ShmFolder
 from workers.maintenance.adapters import EphemeralAdapters
+from workers.maintenance.captures import OldCaptures
 from workers.maintenance.direct_queues import DirectQueues
 from workers.maintenance.leader import Accounting, MaintenanceTask, PayloadSpilling, SessionExpiry, Sweeper
 from workers.maintenance.orphans import Orphans
@@ -132,6 +134,9 @@ def sweeper(parts: Parts) -> Sweeper:
         ),
         "adapters": EphemeralAdapters(parts.lifecycle, parts.records, parts.store, parts.settings.engine),
         "retention": Retention(parts.records, parts.limits),
+        "captures": OldCaptures(
+            CaptureFiles(parts.store, parts.settings.capture_secret, parts.records.now), parts.limits
+        ),
         "spilling": PayloadSpilling(parts.payloads),
         "direct queues": DirectQueues(parts.oplog, parts.celery),
         "accounting": Accounting(parts.pages, PageFiles(parts.store), parts.records),

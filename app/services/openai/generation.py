@@ -65,20 +65,22 @@ class Options:
 
 
 class Choices:
-    """The choices of one prompt. `sampled_tokens` is final once the request has `ended`."""
+    """The choices of one prompt. `sampled_tokens` and `sequences` are final once the request has `ended`."""
 
     def __init__(
         self, tokenizer: BaseTokenizer, request: SampleRequest, asked: Asked, first: int, options: Options
     ) -> None:
         """`first`: the index of the first choice."""
         self.asked = asked
-        self._tokenizer, self._request, self._first, self._options = tokenizer, request, first, options
+        self.request = request
+        self._tokenizer, self._first, self._options = tokenizer, first, options
         self._prompt = request.prompt.tolist()
         self._texts = [TextStream(tokenizer, self._prompt, request.stop_strings) for _ in range(request.num_samples)]
         self._begin = 0
         self._begun: set[int] = set()
         self.prompt_tokens = len(self._prompt)
         self.sampled_tokens = 0
+        self.sequences: Sequence[SampledSequence] = ()
         self.ended = False
 
     def deltas(self, result_stream: ResultStream, gone: Callable[[], bool]) -> Iterator[Delta]:
@@ -100,7 +102,7 @@ class Choices:
                 yield self._delta(chunk.index, piece, None)
 
     def _ended(self, output: SampleOutput) -> Iterator[Delta]:
-        self.ended = True
+        self.ended, self.sequences = True, () if self._options.hidden else output.sequences
         if self._options.echo and self._options.scores:
             yield from self._echo(output.prompt_logprobs, output.prompt_top)
         for index, sequence in enumerate(output.sequences):
@@ -124,7 +126,7 @@ class Choices:
         scores = [0.0] * len(self._prompt) if logprobs is None else logprobs.tolist()
         pushed, ended = text.push(self._prompt, scores), text.finish(stopped=False)
         piece = Piece(pushed.text + ended.text, [*pushed.tokens, *ended.tokens])
-        for index in range(self._request.num_samples):
+        for index in range(self.request.num_samples):
             yield self._delta(index, piece, top)
         self._begin = len(piece.text)
 

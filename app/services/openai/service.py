@@ -18,6 +18,7 @@ from app.domain.sampling import SampleRequest
 from app.errors import BadRequest, NotFound
 from app.services.admission import AdmissionService, QuotaService
 from app.services.base_models import BaseModels, sampler_role
+from app.services.captures import CaptureService
 from app.services.openai.answer_text import ParseOptions, Thoughts
 from app.services.openai.answers import AnswerHead, ChatForm, CompletionForm, Form, Usage
 from app.services.openai.generation import Choices, Delta, Options
@@ -79,9 +80,10 @@ class OpenAiService:
         quotas: QuotaService,
         poll_limiter: LongPollLimiter,
         result_stream: ResultStream,
+        captures: CaptureService,
         limits: LimitSettings,
     ) -> None:
-        self._limits = limits
+        self._captures, self._limits = captures, limits
         self._bases, self._samplers, self._admission = bases, samplers, admission
         self._quotas, self._poll_limiter, self._result_stream = quotas, poll_limiter, result_stream
         self._tokenizers = Tokenizers(bases)
@@ -175,8 +177,12 @@ class OpenAiService:
                 choices.append(Choices(model.tokenizer, request, admitted, first, options))
                 undo.callback(self._leave, choices[-1])
             head = AnswerHead(choices[0].asked.request_id, int(time.time()), name)
-            deltas = chain.from_iterable(choice.deltas(self._result_stream, gone) for choice in choices)
+            deltas = chain.from_iterable(self._deltas(model.sampler, choice, gone) for choice in choices)
             return Answer(head, form, choices, deltas, undo.pop_all().close)
+
+    def _deltas(self, sampler: Sampler, choices: Choices, gone: Gone) -> Iterator[Delta]:
+        yield from choices.deltas(self._result_stream, gone)
+        self._captures.keep(sampler, choices.asked.request_id, choices.request, choices.sequences)
 
     def _leave(self, choices: Choices) -> None:
         self._result_stream.leave(choices.asked, ended=choices.ended)

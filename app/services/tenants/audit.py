@@ -29,7 +29,7 @@ OPERATOR = "operator"
 """The actor of events that come from the server's command line."""
 _RESOURCES: dict[EventType, tuple[str, ...]] = {
     "checkpoints": ("checkpoint", "run"),
-    "projects": ("project", "session"),
+    "projects": ("project", "session", "capture"),
     "teams": ("user", "key"),
     "organizations": ("organization",),
 }

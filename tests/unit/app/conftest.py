@@ -98,6 +98,7 @@ def settings(state_url: str, tmp_path_factory: pytest.TempPathFactory) -> Settin
         api_keys=(hash_key(KEY), hash_key(OTHER_KEY), hash_key(OPERATOR_KEY)),
         operator_keys=(hash_key(OPERATOR_KEY),),
         url_secret="s" * 32,
+        capture_secret="c" * 32,
         api=ApiSettings(poll_hold_s=0.3, max_body_bytes=2**20),
         redis=RedisSettings(url=state_url),
         base_models=(BaseModelSettings(name=BASE, path="org/tiny-weights"),),

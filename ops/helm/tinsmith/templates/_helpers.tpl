@@ -95,6 +95,8 @@ capabilities: {drop: [ALL]}
 {{ include "tinsmith.secret" (dict "root" . "name" "TINSMITH_S3_ACCESS_KEY" "key" "s3-access-key") }}
 {{ include "tinsmith.secret" (dict "root" . "name" "TINSMITH_S3_SECRET_KEY" "key" "s3-secret-key") }}
 {{ include "tinsmith.secret" (dict "root" . "name" "TINSMITH_URL_SECRET" "key" "url-secret") }}
+- name: TINSMITH_CAPTURE_SECRET
+  valueFrom: {secretKeyRef: {name: {{ .Values.secret }}, key: capture-secret, optional: true}}
 {{- end }}
 
 {{- define "tinsmith.secret" -}}

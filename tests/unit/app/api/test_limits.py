@@ -33,6 +33,7 @@ FREE = {
     "DELETE /api/v1/queue/<request_id>",
     f"DELETE {RUN}",
     f"DELETE {CHECKPOINT}",
+    "DELETE /api/v1/captures",
 }
 """Of what changes something: what lets go of it, or says that a client is there."""
 ELSEWHERE = {
@@ -221,6 +222,7 @@ def test_limits_say_what_holds_and_what_is_used(api: Api, limit: Limit) -> None:
         "checkpoint_ttl_s": None,
         "keep_checkpoints": None,
         "monthly_budget": None,
+        "capture_days": None,
     }
     assert found["used"].pop("tokens_per_s") == pytest.approx(0.3, rel=1e-2), "3 tokens in 10 s"
     assert found["used"] == {

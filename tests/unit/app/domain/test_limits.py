@@ -23,6 +23,7 @@ def test_the_settings_limit_every_project():
         *({"checkpoint_ttl_s": 3599}, {"checkpoint_ttl_s": 315_360_001}, {"checkpoint_ttl_s": 0}),
         *({"keep_checkpoints": 0}, {"keep_checkpoints": 1.5}, {"keep_checkpoints": 1001}),
         *({"monthly_budget": -1}, {"monthly_budget": float("inf")}),
+        *({"capture_days": 0}, {"capture_days": 3651}),
     ],
 )
 def test_a_limit_that_makes_no_sense_is_named(wrong):

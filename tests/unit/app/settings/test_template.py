@@ -42,9 +42,11 @@ def test_only_the_given_values_are_set(base: dict[str, Any], tmp_path: Path):
 def test_each_commented_setting_is_there_once_with_its_default(base: dict[str, Any], tmp_path: Path):
     text = template(base, ["About."])
     names = ["requests_per_s", "tokens_per_s", "concurrent_samples", "live_models", "live_sessions", "storage_bytes"]
-    all_set = {**dict.fromkeys([*names, "checkpoint_ttl_s", "monthly_budget"], 3600), "keep_checkpoints": 1000}
+    names += ["checkpoint_ttl_s", "monthly_budget"]
+    all_set = {**dict.fromkeys(names, 3600), "keep_checkpoints": 1000, "capture_days": 1000}
     uncommented = re.sub(r"^#(?! )", "", text, flags=re.MULTILINE)
-    given = uncommented.replace("keep_checkpoints = NUMBER", "keep_checkpoints = 1000").replace("NUMBER", "3600")
+    bounded = re.sub("(keep_checkpoints|capture_days) = NUMBER", r"\1 = 1000", uncommented)
+    given = bounded.replace("NUMBER", "3600")
     found = loaded(given, tmp_path)
     named = base or {"name": "Qwen/Qwen3-0.6B", "path": "/models/Qwen3-0.6B"}
     prices = dict.fromkeys(asdict(Prices()), 3600)

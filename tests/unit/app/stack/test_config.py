@@ -59,8 +59,9 @@ def test_options_override_the_environment_which_overrides_the_file(file):
     assert (settings.redis.url, settings.broker_url) == ("redis://option:6379/0", "redis://option:6379/1")
 
 
-def test_the_secret_of_urls_may_come_from_the_environment(file):
-    assert resolve(Options(config=file), {"TINSMITH_URL_SECRET": "s" * 32}).url_secret == "s" * 32
+def test_the_secrets_of_urls_and_captures_may_come_from_the_environment(file):
+    found = resolve(Options(config=file), {"TINSMITH_URL_SECRET": "s" * 32, "TINSMITH_CAPTURE_SECRET": "c" * 32})
+    assert (found.url_secret, found.capture_secret) == ("s" * 32, "c" * 32)
 
 
 def test_an_empty_secret_in_the_environment_leaves_that_of_the_file(file):

@@ -1,0 +1,175 @@
+"""Answers of chats and completions are kept as datums, encrypted, where a project asks for it, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+
+from app.domain.limits import Limits
+from app.domain.records import Sampler
+from app.domain.sampling import SampledSequence, SampleRequest
+from app.errors import Unavailable
+from app.stores.objects.captures import ROOT, CaptureFiles
+from tests.unit.app.api.chat.openai.caller import OpenAi, whole
+from tests.unit.app.api.chat.standin import Standin
+from tests.unit.app.conftest import BASE, OTHER_KEY, Api
+from workers.maintenance.captures import OldCaptures
+
+DAY_S = 86_400
+RUN = "0b7a1ed4-8d0d-4d52-9d2f-1f7c3c6f8a11:train:0"
+
+
+@pytest.fixture
+def openai(served: tuple[Api, Standin]) -> Iterator[OpenAi]:
+    """A caller whose project has no captures yet."""
+    openai = OpenAi(*served)
+    openai.standin.says("cd", "e")
+    yield openai
+    objects = openai.api.services.objects
+    objects.delete(objects.list(f"{ROOT}/"))
+
+
+@pytest.fixture
+def capture_days(openai: OpenAi, monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    limits = openai.api.services.captures._limits
+
+    def change(days: int | None) -> None:
+        monkeypatch.setattr(limits, "_default", Limits(capture_days=days))
+        limits._found.clear()
+
+    change(7)
+    return change
+
+
+def captures(openai: OpenAi, **asked: Any) -> list[dict[str, Any]]:
+    answer = openai.api.client.get("/api/v1/captures", query_string=asked, headers={"X-API-Key": openai.key})
+    assert answer.status_code == 200, answer.text
+    return answer.json["captures"]
+
+
+def files(openai: OpenAi, secret: str = "c" * 32) -> CaptureFiles:
+    services = openai.api.services
+    return CaptureFiles(services.objects, secret, services.records.now)
+
+
+def old_captures(openai: OpenAi, days_later: int = 0) -> OldCaptures:
+    services = openai.api.services
+    later = CaptureFiles(services.objects, "", lambda: services.records.now() + days_later * DAY_S)
+    return OldCaptures(later, services.captures._limits)
+
+
+@pytest.mark.usefixtures("capture_days")
+def test_kept_answers_are_datums_that_a_run_can_train_on(openai: OpenAi) -> None:
+    openai.completion(n=2)
+    whole(openai.post("chat/completions", messages=[{"role": "user", "content": "hi"}], stream=True))
+    of_completion, of_chat = captures(openai)
+    assert (of_completion["model"], len(of_completion["datums"]), len(of_chat["datums"])) == (BASE, 2, 1)
+    model = openai.api.model()
+    for seen, kept in zip(openai.standin.seen, (of_completion, of_chat), strict=True):
+        for datum, text in zip(kept["datums"], ("cd", "e"), strict=False):
+            sequence, prompt = openai.standin.sequence(text), seen.prompt.tolist()
+            whole_text, before = [*prompt, *sequence.tokens.tolist()], len(prompt) - 1
+            inputs = datum["loss_fn_inputs"]
+            assert datum["model_input"]["chunks"][0]["tokens"] == whole_text[:-1]
+            assert inputs["target_tokens"]["data"] == whole_text[1:]
+            assert inputs["weights"]["data"] == [0] * before + [1] * len(sequence.tokens)
+            assert inputs["logprobs"]["data"] == [0] * before + sequence.logprobs.tolist()
+    data = [datum for kept in (of_completion, of_chat) for datum in kept["datums"]]
+    tensors = [tinker.TensorData(**tensor) for datum in data for tensor in datum["loss_fn_inputs"].values()]
+    assert [len(tensor.tolist()) for tensor in tensors] == [4] * 3 + [3] * 3 + [len(prompt) + 2] * 3
+    body = {"model_id": model, "seq_id": 1, "forward_backward_input": {"data": data, "loss_fn": "cross_entropy"}}
+    answer = openai.api.post("forward_backward", body)
+    assert answer.status_code == 200, answer.text
+
+
+def test_nothing_is_kept_unless_the_project_asks(openai: OpenAi, capture_days: Callable[[int | None], None]) -> None:
+    capture_days(None)
+    openai.completion()
+    capture_days(7)
+    assert captures(openai) == []
+
+
+@pytest.mark.usefixtures("capture_days")
+def test_nothing_is_kept_that_was_not_sampled(openai: OpenAi) -> None:
+    openai.completion(max_tokens=0, echo=True, logprobs=1)
+    assert captures(openai) == []
+
+
+@pytest.mark.usefixtures("capture_days")
+def test_a_kept_answer_cannot_be_read_without_the_secret(openai: OpenAi) -> None:
+    openai.completion(prompt="a prompt")
+    (key,) = openai.api.services.objects.list(f"{ROOT}/")
+    stored = openai.api.services.objects.read(key)
+    tokens = openai.standin.tokenizer.encode("a prompt").tolist()
+    for clear in (b"prompt", b"tokens", str(tokens).encode()):
+        assert clear not in stored
+    other = files(openai, "d" * 32)
+    assert list(other.read(other.places())) == []
+    assert [kept.prompt for kept in files(openai).read(other.places())] == [tokens]
+
+
+@pytest.mark.usefixtures("capture_days")
+def test_a_server_without_the_secret_keeps_nothing_and_says_so(openai: OpenAi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai.api.services.captures, "_files", files(openai, ""))
+    openai.completion()
+    assert openai.api.services.objects.list(f"{ROOT}/") == []
+    answer = openai.api.client.get("/api/v1/captures", headers={"X-API-Key": openai.key})
+    assert (answer.status_code, "capture_secret" in answer.json["detail"]) == (404, True)
+
+
+@pytest.mark.usefixtures("capture_days")
+def test_other_projects_neither_see_nor_delete_kept_answers(openai: OpenAi) -> None:
+    openai.completion()
+    stranger = OpenAi(openai.api, openai.standin, OTHER_KEY)
+    assert captures(stranger) == []
+    for caller, deleted in ((stranger, 0), (openai, 1)):
+        answer = openai.api.client.delete("/api/v1/captures", headers={"X-API-Key": caller.key})
+        assert answer.json == {"deleted": deleted}
+    assert captures(openai) == []
+
+
+@pytest.mark.usefixtures("capture_days")
+def test_answers_of_a_run_are_listed_by_it_a_page_at_a_time(openai: OpenAi) -> None:
+    openai.completion()
+    project = openai.api.services.authenticator(openai.key).project
+    sampler = Sampler(project, "session", BASE, 0.0, model_path=f"tinker://{RUN}/sampler_weights/a")
+    request = SampleRequest(np.array([1, 2], np.int32), 1, 4, seed=0)
+    sequence = SampledSequence(np.array([3], np.int32), np.array([-1.0], np.float32), stopped=True)
+    for number in range(3):
+        openai.api.services.captures.keep(sampler, f"request {number}", request, [sequence])
+    assert [kept["id"] for kept in captures(openai, run_id=RUN)] == ["request 0", "request 1", "request 2"]
+    assert [kept["id"] for kept in captures(openai, run_id=RUN, offset=1, limit=1)] == ["request 1"]
+    assert [kept["model"] for kept in captures(openai, run_id="")] == [BASE]
+    assert len(captures(openai)) == 4
+
+
+@pytest.mark.usefixtures("capture_days")
+def test_an_answer_is_not_held_back_while_the_object_store_is_away(
+    openai: OpenAi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> bool:
+        raise Unavailable("the object store is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(openai.api.services.objects, "put_new", away)
+        assert openai.completion()["choices"][0]["text"] == "cd"
+    assert captures(openai) == []
+
+
+def test_kept_answers_are_deleted_when_they_are_too_old_or_not_wanted_any_more(
+    openai: OpenAi, capture_days: Callable[[int | None], None]
+) -> None:
+    openai.completion()
+    old_captures(openai, days_later=7).sweep()
+    assert len(captures(openai)) == 1
+    old_captures(openai, days_later=8).sweep()
+    assert captures(openai) == []
+    openai.completion()
+    capture_days(None)
+    old_captures(openai).sweep()
+    capture_days(7)
+    assert captures(openai) == []
