@@ -176,6 +176,15 @@ def budget(settings: Settings) -> None:
         )
 
 
+def captures(settings: Settings) -> None:
+    """Checks that there is a secret where every project keeps answers."""
+    if settings.limits.project.capture_days and not settings.capture_secret:
+        raise SetupError(
+            "limits.project.capture_days keeps answers only where capture_secret encrypts them: set it to 32 random "
+            "characters"
+        )
+
+
 def everything(settings: Settings) -> None:
     """Runs all checks that need no port and no model file."""
     operators(settings)
@@ -185,6 +194,7 @@ def everything(settings: Settings) -> None:
         training(base)
         vllm(base)
     budget(settings)
+    captures(settings)
     placement.check(settings)
     if settings.redis.url:
         state_server(settings.redis.url)

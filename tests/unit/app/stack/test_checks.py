@@ -216,3 +216,9 @@ def test_a_budget_needs_a_price_unless_it_pauses_all_projects():
     checks.budget(Settings(limits={"project": {"monthly_budget": 0}}))
     checks.budget(Settings(limits=budget, prices={"device_hour": 2}))
     checks.budget(Settings(limits=budget, base_models=(base_model(prices={"training": 0.0}),)))
+
+
+def test_answers_are_kept_only_with_a_secret():
+    with pytest.raises(SetupError, match="set it to 32 random characters"):
+        checks.everything(Settings(limits={"project": {"capture_days": 7}}))
+    checks.captures(Settings(limits={"project": {"capture_days": 7}}, capture_secret="c" * 32))
