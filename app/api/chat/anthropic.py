@@ -28,6 +28,9 @@ blueprint = make(
     parameters={"model": "an id from the list of models"},
 )
 
+# Claude Code sends it with every message.
+_KEEPS_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}
+
 
 class Turn(Counted):
     role = fields.String(required=True, validate=validate.OneOf(["user", "assistant", "system"]))
@@ -70,7 +73,7 @@ class OutputFormat(Nullable):
 
 class OutputConfig(Nullable):
     format = fields.Nested(OutputFormat, load_default=None)
-    effort = Unsupported()
+    effort = Ignored()
 
 
 class Conversation(Nullable):
@@ -84,7 +87,7 @@ class Conversation(Nullable):
     thinking = fields.Nested(Thinking, load_default=lambda: Thinking().load({"type": "disabled"}))
     output_config = fields.Nested(OutputConfig, load_default=lambda: OutputConfig().load({}))
     output_format = Unsupported()
-    context_management = Unsupported({})
+    context_management = Unsupported({}, {"edits": []}, {"edits": [_KEEPS_THOUGHTS]})
     mcp_servers = Unsupported([])
     cache_control = Ignored()
     speed = Ignored()

@@ -45,6 +45,20 @@ def test_parameters_of_sampling_reach_the_sampler(anthropic: Anthropic):
     assert (left_out.temperature, left_out.top_p, left_out.top_k, left_out.stop_strings) == (1.0, 1.0, -1, ())
 
 
+def test_what_claude_code_sends_beside_the_conversation_changes_no_prompt(anthropic: Anthropic):
+    anthropic.standin.says("hello")
+    beside = {
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "metadata": {"user_id": "{}"},
+    }
+    anthropic.message(thinking={"type": "adaptive"})
+    anthropic.message(**beside)
+    without, with_all = anthropic.standin.seen
+    assert with_all.prompt.tolist() == without.prompt.tolist()
+
+
 @pytest.mark.parametrize(
     ("said", "stopped", "reason", "sequence", "shown"),
     [

@@ -34,7 +34,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"output_config": {"format": {"type": "json_schema", "schema": {"type": "date"}}}},
         "output_config.format.schema.type",
     ),
-    "an effort": ({"output_config": {"effort": "high"}}, "output_config.effort"),
+    "forgotten tools": (
+        {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+        "context_management",
+    ),
     "any tool": ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice.type: Must be 'auto' or 'none'"),
     "this tool": ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}, "tool_choice"),
     "a tool of the server": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
