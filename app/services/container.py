@@ -8,12 +8,12 @@ from app.dispatch import Dispatcher, celery_app
 from app.errors import SetupError
 from app.services.admission import AdmissionService, LimitsOf, QuotaService
 from app.services.base_models import BaseModels
-from app.services.captures import CaptureService
 from app.services.checkpoints import ArchiveService, CheckpointSearch, CheckpointService, CopyService
 from app.services.hub import HubService
 from app.services.imports.importer import Importer
 from app.services.imports.uploads import UploadService
 from app.services.models import ModelService, RunService
+from app.services.openai.captures import CaptureService
 from app.services.openai.service import OpenAiService, Samplers
 from app.services.openai.streaming import ResultStream
 from app.services.polling import BatchPollService, CancelService, FutureFinder, LongPollLimiter, LongPolls, PollService

@@ -18,9 +18,9 @@ from app.domain.sampling import SampleRequest
 from app.errors import BadRequest, NotFound
 from app.services.admission import AdmissionService, QuotaService
 from app.services.base_models import BaseModels, sampler_role
-from app.services.captures import CaptureService
 from app.services.openai.answer_text import ParseOptions, Thoughts
 from app.services.openai.answers import AnswerHead, ChatForm, CompletionForm, Form, Usage
+from app.services.openai.captures import CaptureService
 from app.services.openai.generation import Choices, Delta, Options
 from app.services.openai.json_schema import ANY_OBJECT, checked_schema
 from app.services.openai.requests import Chat, Sampling, Target
