@@ -6,6 +6,8 @@ numbers themselves.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +41,7 @@ from tests.models import VOCAB_SIZE
 from tests.parity.datums import batch, policy, supervised, valued
 from tests.parity.reference import relative_error
 from workers.backends.training.base import ADAPTER_FILE, Create
+from workers.backends.training.passes import Pass
 from workers.backends.training.trainer import Trainer
 
 __all__ = ["backend", "base", "create", "weights_file"]  # the fixtures
@@ -344,3 +347,24 @@ def test_critics_and_policies_in_one_call_are_each_as_if_alone(backend: Trainer,
     for i, model in enumerate(shared):
         assert relative_error(backend.gradients(model), backend.gradients(alone[i])) < 1e-5
         assert found[model].metrics == pytest.approx(wanted[i].metrics, rel=1e-5, abs=1e-5)
+
+
+def test_the_tensors_of_a_pass_that_ran_out_of_memory_are_free_at_once(
+    backend: Trainer, create: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next pass may need their memory, and Python collects cycles much later."""
+    model, held = create(), []
+
+    def run(*_: object) -> None:
+        activations = torch.zeros(1)
+        held.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("full")
+
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Pass, "_run", run)
+            assert isinstance(apply(backend, model, GOOD), UserOpError)
+        assert [tensor() for tensor in held] == [None]
+    finally:
+        gc.enable()

@@ -181,16 +181,16 @@ class Pass:
     def _run_alone(self, mine: int) -> None:
         """Runs this rank's micro-batch of a round, if there is one. Raises OutOfMemory on every rank when memory ran
         out on one."""
-        failure = None
+        failed = False
         try:
             if mine < len(self._batches):
                 self._run(self._batches[mine])
         except (RuntimeError, MemoryError) as error:
             if not ran_out_of_memory(error):
                 raise
-            failure = error
-        if self._engine.ranks.count(failure is not None):
-            raise OutOfMemory from failure
+            failed = True  # the error itself would keep the tensors of its frames, up to a garbage collection
+        if self._engine.ranks.count(failed):
+            raise OutOfMemory
 
     def _run(self, batch: MicroBatch) -> None:
         tokens = np.concatenate([self._jobs[share.op].tokens.flat(share.datums) for share in batch.shares])
