@@ -1,4 +1,4 @@
-"""Captured answers: the chats of an agent as datums, to train a run on what it was asked and what it said."""
+"""Captured answers: prompts and their sampled tokens, as datums to train on."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ class Capture:
     def decode(cls, content: bytes) -> Self:
         fields = json.loads(content)
         return cls(**{**fields, "sequences": [CapturedSequence(**each) for each in fields["sequences"]]})
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all datums."""
+        return sum(len(self.prompt) + len(sequence.tokens) for sequence in self.sequences)
 
     def datums(self) -> Iterator[dict[str, Any]]:
         """A datum of each sequence, in the API's JSON. `weights` are 1 at the tokens that were sampled and 0 at the

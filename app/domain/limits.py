@@ -13,10 +13,10 @@ Changes = Mapping[str, float | None]
 _MOST_KEPT = 1000
 _MOST_DAYS = 3650
 SHORTEST_TTL_S, LONGEST_TTL_S = 3600, 10 * 365 * 24 * 3600
-RETENTION = ("checkpoint_ttl_s", "keep_checkpoints", "capture_days")
-COUNTS = ("live_models", "live_sessions", "storage_bytes", "concurrent_samples", *RETENTION)
+RETENTION = ("checkpoint_ttl_s", "keep_checkpoints")
+COUNTS = ("live_models", "live_sessions", "storage_bytes", "concurrent_samples", *RETENTION, "capture_days")
 """The limits that are whole numbers."""
-UNCHARGED = ("weight", *RETENTION)
+UNCHARGED = ("weight", *RETENTION, "capture_days")
 """The limits that refuse no call. Those of a key are ignored."""
 _MAY_BE_0 = ("live_models", "live_sessions", "storage_bytes", "monthly_budget")
 _WEIGHTS = (0.001, 1000.0)

@@ -27,6 +27,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 _LOOPBACK = "127.0.0.1"
 _STRAYS = ("torchvision", "torchaudio", "torchcodec")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_LEAST_SECRET = 32
 
 
 def free_port(host: str, port: int) -> int:
@@ -177,7 +178,11 @@ def budget(settings: Settings) -> None:
 
 
 def captures(settings: Settings) -> None:
-    """Checks that there is a secret where every project keeps answers."""
+    """Checks that the secret of kept answers is long, and that there is one where every project keeps them."""
+    if 0 < len(settings.capture_secret) < _LEAST_SECRET:
+        raise SetupError(
+            f"capture_secret has {len(settings.capture_secret)} characters: set it to {_LEAST_SECRET} random ones"
+        )
     if settings.limits.project.capture_days and not settings.capture_secret:
         raise SetupError(
             "limits.project.capture_days keeps answers only where capture_secret encrypts them: set it to 32 random "

@@ -1,34 +1,27 @@
-"""Deletes captured answers that are older than their project's `capture_days`, and all of a project without it."""
+"""Deletes captured answers that have expired."""
 
 from __future__ import annotations
 
 import logging
 import time
 
-from app.services.admission import LimitsOf
-from app.stores.objects.captures import CaptureFiles, Place
+from app.stores.objects.captures import CaptureFiles
 
 log = logging.getLogger(__name__)
 _PERIOD_S = 3600.0
 
 
-class OldCaptures:
+class ExpiredCaptures:
     """The maintenance task. It may run twice at once."""
 
-    def __init__(self, files: CaptureFiles, limits: LimitsOf) -> None:
-        self._files, self._limits = files, limits
+    def __init__(self, files: CaptureFiles) -> None:
+        self._files = files
         self._next = 0.0
 
     def sweep(self) -> None:
         """Runs one round, if it is due. Raises Unavailable while the object store is away."""
         if time.monotonic() < self._next:
             return
+        if count := self._files.remove_expired():
+            log.info("deleted %d captured answers that had expired", count)
         self._next = time.monotonic() + _PERIOD_S
-        old = [place for place in self._files.places() if self._is_old(place)]
-        if old:
-            self._files.remove(old)
-            log.info("deleted %d captured answers that were too old", len(old))
-
-    def _is_old(self, place: Place) -> bool:
-        days = self._limits.project(place.project).capture_days
-        return days is None or place.day < self._files.today() - days

@@ -32,7 +32,7 @@ from workers.backends.sampling.base import SamplerBackend
 from workers.backends.training.base import TrainingBackend
 from workers.checkpoints.shm_transfer import ShmFolder
 from workers.maintenance.adapters import EphemeralAdapters
-from workers.maintenance.captures import OldCaptures
+from workers.maintenance.captures import ExpiredCaptures
 from workers.maintenance.direct_queues import DirectQueues
 from workers.maintenance.leader import Accounting, MaintenanceTask, PayloadSpilling, SessionExpiry, Sweeper
 from workers.maintenance.orphans import Orphans
@@ -134,9 +134,7 @@ def sweeper(parts: Parts) -> Sweeper:
         ),
         "adapters": EphemeralAdapters(parts.lifecycle, parts.records, parts.store, parts.settings.engine),
         "retention": Retention(parts.records, parts.limits),
-        "captures": OldCaptures(
-            CaptureFiles(parts.store, parts.settings.capture_secret, parts.records.now), parts.limits
-        ),
+        "captures": ExpiredCaptures(CaptureFiles(parts.store, parts.settings.capture_secret, parts.records.now)),
         "spilling": PayloadSpilling(parts.payloads),
         "direct queues": DirectQueues(parts.oplog, parts.celery),
         "accounting": Accounting(parts.pages, PageFiles(parts.store), parts.records),

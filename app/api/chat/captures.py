@@ -6,12 +6,11 @@ from typing import Any
 
 from marshmallow import fields, validate
 
-from app.api.base import Cursor, Paged, SdkSchema, current_caller, needs, page_limit, services
+from app.api.base import SdkSchema, current_caller, needs, page_limit, services
 from app.api.base import blueprint as make
 
 blueprint = make("captures", "Sampling")
-# One answer has up to 128 sequences, and the file of each answer is read for the page.
-_PAGE = 20
+_PAGE = 100
 
 
 class OfRun(SdkSchema):
@@ -22,7 +21,12 @@ class OfRun(SdkSchema):
     )
 
 
-class ListCaptures(Paged, OfRun):
+class ListCaptures(OfRun):
+    after = fields.String(
+        load_default="",
+        validate=validate.Length(max=512),
+        metadata={"description": "last_id of the page before; left out for the first page"},
+    )
     limit = page_limit(_PAGE)
 
 
@@ -30,6 +34,7 @@ class Capture(SdkSchema):
     """A kept answer. `datums` has one for each sampled sequence, as `forward_backward` takes them."""
 
     id = fields.String()
+    request_id = fields.String()
     created = fields.Float()
     model = fields.String()
     datums = fields.List(fields.Dict())
@@ -37,7 +42,8 @@ class Capture(SdkSchema):
 
 class Captures(SdkSchema):
     captures = fields.List(fields.Nested(Capture))
-    cursor = fields.Nested(Cursor)
+    has_more = fields.Boolean()
+    last_id = fields.String()
 
 
 class Deleted(SdkSchema):
@@ -45,11 +51,12 @@ class Deleted(SdkSchema):
 
 
 @blueprint.route("/captures", methods=["GET"])
+@needs("train")
 @blueprint.arguments(ListCaptures(), location="query")
 @blueprint.response(200, Captures)
 def list_captures(asked: dict[str, Any]) -> dict[str, Any]:
     """List the kept answers of the key's project as datums, oldest first."""
-    return services().captures.page(current_caller(), asked["run_id"], asked["offset"], asked["limit"])
+    return services().captures.page(current_caller(), asked["run_id"], asked["after"], asked["limit"])
 
 
 @blueprint.route("/captures", methods=["DELETE"])

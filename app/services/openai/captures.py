@@ -1,10 +1,12 @@
-"""Keeps the answers of chats and completions as datums, for the projects that ask for it, and lists them."""
+"""Keeps the answers of chats and completions as datums, for the projects that have `capture_days`, and lists them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from typing import Any
+
+import redis
 
 from app import ids
 from app.domain.accounts import Caller
@@ -19,10 +21,12 @@ from app.stores.objects.captures import CaptureFiles, Place
 from app.stores.redis.records import RedisRecords
 
 log = logging.getLogger(__name__)
+# A token takes some 25 bytes of JSON in a datum, which repeats the prompt for each sequence.
+_MOST_TOKENS = 2**20
 
 
 class CaptureService:
-    """The captures of projects with `capture_days`."""
+    """The captures of all projects."""
 
     def __init__(self, files: CaptureFiles, limits: LimitsOf, records: RedisRecords) -> None:
         self._files, self._limits, self._records = files, limits, records
@@ -30,33 +34,41 @@ class CaptureService:
     def keep(
         self, sampler: Sampler, request_id: str, request: SampleRequest, sequences: Sequence[SampledSequence]
     ) -> None:
-        """Keeps an answer if its project wants so; a prompt with images is not kept. No answer fails because the object
-        store is away: it is then not kept, which the log says."""
-        wanted = self._files.can_keep and self._limits.project(sampler.owner).capture_days is not None
-        if not wanted or request.images or not sequences:
+        """Keeps an answer if its project has `capture_days`, except one with images or with over a million tokens. It
+        raises nothing while a store is away: the log then says that this answer is not kept."""
+        tokens = sum(len(request.prompt) + len(each.tokens) for each in sequences)
+        if not self._files.can_keep or request.images or not 0 < tokens <= _MOST_TOKENS:
             return
-        kept = [CapturedSequence(each.tokens.tolist(), each.logprobs.tolist()) for each in sequences]
-        model = sampler.model_path or sampler.base_model
-        run = ids.TinkerPath.parse(sampler.model_path).model_id if sampler.model_path else ""
-        capture = Capture(request_id, self._records.now(), model, request.prompt.tolist(), kept)
         try:
-            self._files.add(sampler.owner, run, capture)
-        except Unavailable as error:
-            log.warning("an answer is not captured: %s", error, extra={"request_id": request_id})
+            days = self._limits.project(sampler.owner).capture_days
+            if days is not None:
+                kept = [CapturedSequence(each.tokens.tolist(), each.logprobs.tolist()) for each in sequences]
+                model = sampler.model_path or sampler.base_model
+                capture = Capture(request_id, self._records.now(), model, request.prompt.tolist(), kept)
+                self._files.add(sampler.owner, _run_of(sampler), capture, days)
+        except (Unavailable, redis.RedisError) as error:
+            log.warning("an answer is not kept: %s", error, extra={"request_id": request_id})
 
-    def page(self, caller: Caller, run: str | None, offset: int, limit: int) -> dict[str, Any]:
-        """The captures of the caller's project, oldest first; of one run, or with an empty `run` of base models. Raises
-        Forbidden, NotFound on a server that keeps none, and Unavailable."""
-        found = self._found(caller, run)
-        captures = self._files.read(found[offset : offset + limit])
-        rows = [
-            {"id": each.id, "created": each.created, "model": each.model, "datums": list(each.datums())}
-            for each in captures
-        ]
-        return {"captures": rows, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}}
+    def page(self, caller: Caller, run: str | None, after: str, limit: int) -> dict[str, Any]:
+        """The captures of the caller's project, oldest first, behind the one with the id `after`: all, or those of one
+        run, or with an empty `run` those of base models. A page has at most `limit` of them, and fewer once it has a
+        million tokens. Raises Forbidden, NotFound on a server that keeps none, and Unavailable."""
+        found = [place for place in self._found(caller, run) if place.name > after]
+        rows: list[dict[str, Any]] = []
+        tokens, read = 0, 0
+        for place in found[:limit]:
+            capture = self._files.read(place)
+            tokens += capture.tokens if capture else 0
+            if rows and tokens > _MOST_TOKENS:
+                break
+            read += 1
+            if capture:
+                shown = {"created": capture.created, "model": capture.model, "datums": list(capture.datums())}
+                rows.append({"id": place.name, "request_id": capture.id, **shown})
+        return {"captures": rows, "has_more": read < len(found), "last_id": found[read - 1].name if read else after}
 
     def delete(self, caller: Caller, run: str | None) -> int:
-        """Deletes the same captures, and returns their number."""
+        """Deletes the same captures, and returns their number. Raises as `page` does."""
         found = self._found(caller, run)
         about: audit.About = {"run_id": run, "captures": len(found)}
         audit.note(self._records, caller, caller.project, "capture_delete", about, urgent=True)
@@ -71,3 +83,8 @@ class CaptureService:
                 "characters or more"
             )
         return [place for place in self._files.places(caller.project) if run is None or place.run == run]
+
+
+def _run_of(sampler: Sampler) -> str:
+    """The run whose weights answered; empty for a base model."""
+    return ids.TinkerPath.parse(sampler.model_path).model_id if sampler.model_path else ""

@@ -1,7 +1,8 @@
-"""Captured answers in the object store, `captures/<project>/<day>/<run>/<us>@<number>`, each encrypted.
+"""Captured answers in the object store, `captures/<project>/<run>/<name>`, each encrypted.
 
-The day is that of the state server's clock. Without the secret nobody can read the files, neither in the store nor in a
-backup of it.
+A name holds when the answer was kept and when it expires, so a file is deleted by its name alone: also while accounts
+are restored, and by a worker with other settings. Without the secret nobody can read the files, neither in the store
+nor in a backup of it.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Self
 
 import zstandard
 from cryptography.fernet import Fernet, InvalidToken
@@ -21,28 +24,35 @@ from app.errors import NotFound
 from app.stores.objects.base import ObjectStore
 
 ROOT = "captures"
-DAY_S = 86_400
+_DAY_S = 86_400
 _NO_RUN = "-"
 """Stands for the run in a key, where a base model was sampled."""
+_KEY = re.compile(rf"{ROOT}/([^/]+)/([^/]+)/([0-9]+-([0-9]+)-[0-9a-f]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a capture is. `run` is empty for a base model. `name` sorts by time."""
+    """Where a capture is. `run` is empty for a base model. `name` sorts by time. `expires` is in unix seconds."""
 
     project: str
-    day: int
     run: str
     name: str
+    expires: int
 
     @property
     def key(self) -> str:
-        return f"{ROOT}/{self.project}/{self.day}/{self.run or _NO_RUN}/{self.name}"
+        return f"{ROOT}/{self.project}/{self.run or _NO_RUN}/{self.name}"
 
     @classmethod
-    def of(cls, key: str) -> Place:
-        _, project, day, run, name = key.split("/")
-        return cls(project, int(day), "" if run == _NO_RUN else run, name)
+    def new(cls, project: str, run: str, created: float, days: int) -> Self:
+        expires = int(created) + days * _DAY_S
+        return cls(project, run, f"{int(created * 1e6):017d}-{expires}-{uuid.uuid4().hex}", expires)
+
+    @classmethod
+    def parse(cls, key: str) -> Self | None:
+        """None for a key that is not of a capture."""
+        found = _KEY.fullmatch(key)
+        return cls(found[1], "" if found[2] == _NO_RUN else found[2], found[3], int(found[4])) if found else None
 
 
 class CaptureFiles:
@@ -58,41 +68,37 @@ class CaptureFiles:
         """False without a secret: nothing is kept in clear text."""
         return self._cipher is not None
 
-    def add(self, project: str, run: str, capture: Capture) -> None:
-        """Stores a capture. Requires `can_keep`."""
+    def add(self, project: str, run: str, capture: Capture, days: int) -> None:
+        """Stores a capture for some days. Requires `can_keep`."""
         assert self._cipher is not None
-        name = f"{int(capture.created * 1e6):017d}@{uuid.uuid4().hex}"
         content = self._cipher.encrypt(zstandard.compress(capture.encode()))
-        self._objects.put_new(Place(project, int(capture.created) // DAY_S, run, name).key, content)
+        self._objects.put_new(Place.new(project, run, capture.created, days).key, content)
 
-    def places(self, project: str = "") -> list[Place]:
-        """All captures of a project, or of all projects, oldest first."""
-        prefix = f"{ROOT}/{project}/" if project else f"{ROOT}/"
-        return sorted(map(Place.of, self._objects.list(prefix)), key=lambda place: place.name)
+    def places(self, project: str) -> list[Place]:
+        """The captures of a project, oldest first."""
+        return sorted(self._places(f"{ROOT}/{project}/"), key=lambda place: place.name)
 
-    def read(self, places: Iterator[Place] | list[Place]) -> Iterator[Capture]:
-        """The captures at these places that are still there and that this secret encrypted."""
-        for place in places:
-            try:
-                content = self._objects.read(place.key)
-            except NotFound:
-                continue
-            if self._cipher is not None:
-                yield from _decrypted(self._cipher, content)
+    def read(self, place: Place) -> Capture | None:
+        """The capture; None if it is gone, or if another secret encrypted it. Requires `can_keep`."""
+        assert self._cipher is not None
+        try:
+            return Capture.decode(zstandard.decompress(self._cipher.decrypt(self._objects.read(place.key))))
+        except (NotFound, InvalidToken):
+            return None
 
-    def remove(self, places: list[Place]) -> None:
+    def remove(self, places: Iterable[Place]) -> None:
         self._objects.delete(place.key for place in places)
 
-    def today(self) -> int:
-        return int(self._now()) // DAY_S
+    def remove_expired(self) -> int:
+        """Removes the expired captures of all projects, and returns their number."""
+        now = self._now()
+        expired = [place for place in self._places(f"{ROOT}/") if place.expires <= now]
+        self.remove(expired)
+        return len(expired)
+
+    def _places(self, prefix: str) -> list[Place]:
+        return [place for key in self._objects.list(prefix) if (place := Place.parse(key))]
 
 
 def _cipher(secret: str) -> Fernet:
     return Fernet(base64.urlsafe_b64encode(hmac.new(secret.encode(), b"captures", hashlib.sha256).digest()))
-
-
-def _decrypted(cipher: Fernet, content: bytes) -> Iterator[Capture]:
-    try:
-        yield Capture.decode(zstandard.decompress(cipher.decrypt(content)))
-    except InvalidToken:  # the operator has another secret now
-        return

@@ -45,6 +45,7 @@ CHANGES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "asample"): {"sampling_session_id": "{sampler}", "seq_id": 1, **SAMPLED},
     ("POST", "cancel_future"): {"request_id": "{sample}"},
     ("DELETE", "queue/{sample}"): None,
+    ("GET", "captures"): None,
     ("DELETE", "captures"): None,
     ("DELETE", "training_runs/{model}"): None,
     ("PUT", "training_runs/{model}/checkpoints/weights/a/ttl"): {"ttl_seconds": 3600},

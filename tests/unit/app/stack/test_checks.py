@@ -222,3 +222,5 @@ def test_answers_are_kept_only_with_a_secret():
     with pytest.raises(SetupError, match="set it to 32 random characters"):
         checks.everything(Settings(limits={"project": {"capture_days": 7}}))
     checks.captures(Settings(limits={"project": {"capture_days": 7}}, capture_secret="c" * 32))
+    with pytest.raises(SetupError, match="capture_secret has 31 characters"):
+        checks.everything(Settings(capture_secret="c" * 31))

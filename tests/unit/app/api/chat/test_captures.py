@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import redis
 import tinker
 
 from app.domain.limits import Limits
@@ -17,7 +19,7 @@ from app.stores.objects.captures import ROOT, CaptureFiles
 from tests.unit.app.api.chat.openai.caller import OpenAi, whole
 from tests.unit.app.api.chat.standin import Standin
 from tests.unit.app.conftest import BASE, OTHER_KEY, Api
-from workers.maintenance.captures import OldCaptures
+from workers.maintenance.captures import ExpiredCaptures
 
 DAY_S = 86_400
 RUN = "0b7a1ed4-8d0d-4d52-9d2f-1f7c3c6f8a11:train:0"
@@ -56,10 +58,11 @@ def files(openai: OpenAi, secret: str = "c" * 32) -> CaptureFiles:
     return CaptureFiles(services.objects, secret, services.records.now)
 
 
-def old_captures(openai: OpenAi, days_later: int = 0) -> OldCaptures:
+def expire(openai: OpenAi, days_later: float) -> None:
+    """Runs a round of the maintenance task, at a later time and with no secret."""
     services = openai.api.services
     later = CaptureFiles(services.objects, "", lambda: services.records.now() + days_later * DAY_S)
-    return OldCaptures(later, services.captures._limits)
+    ExpiredCaptures(later).sweep()
 
 
 @pytest.mark.usefixtures("capture_days")
@@ -107,9 +110,12 @@ def test_a_kept_answer_cannot_be_read_without_the_secret(openai: OpenAi) -> None
     tokens = openai.standin.tokenizer.encode("a prompt").tolist()
     for clear in (b"prompt", b"tokens", str(tokens).encode()):
         assert clear not in stored
-    other = files(openai, "d" * 32)
-    assert list(other.read(other.places())) == []
-    assert [kept.prompt for kept in files(openai).read(other.places())] == [tokens]
+    project = openai.api.services.authenticator(openai.key).project
+    (place,) = files(openai).places(project)
+    assert files(openai, "d" * 32).read(place) is None
+    kept = files(openai).read(place)
+    assert kept is not None
+    assert kept.prompt == tokens
 
 
 @pytest.mark.usefixtures("capture_days")
@@ -141,35 +147,58 @@ def test_answers_of_a_run_are_listed_by_it_a_page_at_a_time(openai: OpenAi) -> N
     sequence = SampledSequence(np.array([3], np.int32), np.array([-1.0], np.float32), stopped=True)
     for number in range(3):
         openai.api.services.captures.keep(sampler, f"request {number}", request, [sequence])
-    assert [kept["id"] for kept in captures(openai, run_id=RUN)] == ["request 0", "request 1", "request 2"]
-    assert [kept["id"] for kept in captures(openai, run_id=RUN, offset=1, limit=1)] == ["request 1"]
+    first, second, third = captures(openai, run_id=RUN)
+    assert [kept["request_id"] for kept in (first, second, third)] == ["request 0", "request 1", "request 2"]
+    assert captures(openai, run_id=RUN, after=first["id"], limit=1) == [second]
+    assert captures(openai, run_id=RUN, after=second["id"]) == [third]
     assert [kept["model"] for kept in captures(openai, run_id="")] == [BASE]
     assert len(captures(openai)) == 4
 
 
 @pytest.mark.usefixtures("capture_days")
-def test_an_answer_is_not_held_back_while_the_object_store_is_away(
-    openai: OpenAi, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def away(*_: object) -> bool:
-        raise Unavailable("the object store is away")
+def test_a_page_and_an_answer_have_a_bound_of_tokens(openai: OpenAi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.services.openai.captures._MOST_TOKENS", 12)
+    for _ in range(3):  # 5 tokens each
+        openai.completion()
+    openai.completion(n=4)
+    headers = {"X-API-Key": openai.key}
+    page = openai.api.client.get("/api/v1/captures", headers=headers).json
+    assert (len(page["captures"]), page["has_more"]) == (2, True)
+    rest = openai.api.client.get("/api/v1/captures", query_string={"after": page["last_id"]}, headers=headers).json
+    assert (len(rest["captures"]), rest["has_more"]) == (1, False)
+
+
+@pytest.mark.usefixtures("capture_days")
+@pytest.mark.parametrize("away", ["app.stores.objects.folder.FolderStore.put_new", "the state server"])
+def test_no_answer_fails_because_it_cannot_be_kept(openai: OpenAi, monkeypatch: pytest.MonkeyPatch, away: str) -> None:
+    def fail(*_: object) -> float:
+        raise redis.ConnectionError if away == "the state server" else Unavailable("the object store is away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(openai.api.services.objects, "put_new", away)
+        if away == "the state server":
+            records = openai.api.services.captures._records
+            patch.setattr(openai.api.services.captures, "_records", mock.Mock(wraps=records, now=fail))
+        else:
+            patch.setattr(away, fail)
         assert openai.completion()["choices"][0]["text"] == "cd"
     assert captures(openai) == []
 
 
-def test_kept_answers_are_deleted_when_they_are_too_old_or_not_wanted_any_more(
+def test_a_kept_answer_expires_after_the_days_that_held_when_it_was_kept(
     openai: OpenAi, capture_days: Callable[[int | None], None]
 ) -> None:
     openai.completion()
-    old_captures(openai, days_later=7).sweep()
+    capture_days(1)
+    expire(openai, days_later=6.9)
     assert len(captures(openai)) == 1
-    old_captures(openai, days_later=8).sweep()
+    expire(openai, days_later=7)
     assert captures(openai) == []
-    openai.completion()
-    capture_days(None)
-    old_captures(openai).sweep()
-    capture_days(7)
+
+
+@pytest.mark.usefixtures("capture_days")
+def test_a_foreign_file_is_neither_listed_nor_deleted(openai: OpenAi) -> None:
+    project = openai.api.services.authenticator(openai.key).project
+    openai.api.services.objects.put_new(f"{ROOT}/{project}/notes", b"mine")
+    expire(openai, days_later=1000)
     assert captures(openai) == []
+    assert openai.api.services.objects.list(f"{ROOT}/") == [f"{ROOT}/{project}/notes"]
