@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -20,13 +21,14 @@ WITH_TOOLS = (
 )
 
 
-def byte_tokenizer(folder: Path, template: str = WITH_TOOLS) -> Path:
-    """Token i is a byte (of the byte-level alphabet, in order) up to 255; 256 is BEGIN, 257 is END."""
+def byte_tokenizer(folder: Path, template: str = WITH_TOOLS, special: Sequence[str] = ()) -> Path:
+    """Token i is a byte (of the byte-level alphabet, in order) up to 255; 256 is BEGIN, 257 is END, and `special` are
+    the tokens after them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(BEGIN, special=True), AddedToken(END, special=True)])
+    core.add_special_tokens([AddedToken(text, special=True) for text in (BEGIN, END, *special)])
     folder.mkdir(parents=True, exist_ok=True)
     core.save(str(folder / "tokenizer.json"))
     config = {"eos_token": END, "bos_token": {"content": BEGIN}, "chat_template": template}

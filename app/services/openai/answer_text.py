@@ -11,7 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from app.services.openai.generation import Delta, held_back
-from app.services.openai.tool_calls import ToolCall, ToolText
+from app.services.openai.tool_calls import OfferedTools, ToolCall, ToolText
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
@@ -34,11 +34,11 @@ def thoughts_of(template: str, text: str, prefill: str) -> Thoughts:
 
 @dataclass(frozen=True, slots=True)
 class ParseOptions:
-    """How an answer is read. With `tools` its text is searched for calls. Without `parallel`, the first call of an
-    answer is kept."""
+    """How an answer is read. With `tools` its text is searched for calls of them. Without `parallel`, the first call of
+    an answer is kept."""
 
     thoughts: Thoughts = Thoughts.NONE
-    tools: bool = False
+    tools: OfferedTools | None = None
     parallel: bool = True
 
 
@@ -55,7 +55,8 @@ class AnswerText:
 
     def __init__(self, options: ParseOptions) -> None:
         self._parsing = options
-        self._thoughts, self._tools = ThoughtText(options.thoughts), ToolText()
+        self._thoughts = ThoughtText(options.thoughts)
+        self._tools = ToolText(options.tools) if options.tools else None
 
     def split(self, delta: Delta) -> Parts:
         """The parts that are certain with this delta of the answer."""
@@ -63,7 +64,7 @@ class AnswerText:
         if delta.finish:
             rest = self._thoughts.finish()
             thoughts, text = thoughts + rest[0], text + rest[1]
-        if not self._parsing.tools:
+        if self._tools is None:
             return Parts(thoughts, text, [])
         text = self._tools.push(text)
         more, calls = self._tools.finish() if delta.finish else ("", [])

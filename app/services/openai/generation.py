@@ -7,8 +7,9 @@ Text never ends in half a character, or in part of a stop string.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,12 +57,14 @@ class Delta:
 @dataclass(frozen=True, slots=True)
 class Options:
     """The token details that an answer includes. `ids`: each sampled token with its id, also those that ended the
-    answer. `hidden`: the one sampled token is left out, since max_tokens was 0."""
+    answer. `hidden`: the one sampled token is left out, since max_tokens was 0. `tags`: special tokens that are part of
+    the text."""
 
     scores: bool = False
     ids: bool = False
     echo: bool = False
     hidden: bool = False
+    tags: Sequence[str] = ()
 
 
 class Choices:
@@ -75,7 +78,10 @@ class Choices:
         self.request = request
         self._tokenizer, self._first, self._options = tokenizer, first, options
         self._prompt = request.prompt.tolist()
-        self._texts = [TextStream(tokenizer, self._prompt, request.stop_strings) for _ in range(request.num_samples)]
+        tags = tokenizer.special_ids(options.tags)
+        self._texts = [
+            TextStream(tokenizer, self._prompt, request.stop_strings, tags) for _ in range(request.num_samples)
+        ]
         self._begin = 0
         self._begun: set[int] = set()
         self.prompt_tokens = len(self._prompt)
@@ -166,8 +172,15 @@ class Piece:
 class TextStream:
     """The text of one sample. The pieces together give the same text, however the tokens were split into calls."""
 
-    def __init__(self, tokenizer: BaseTokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: BaseTokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        tags: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        """`tags`: the texts of special tokens that are part of the text, by their ids."""
+        self._tokenizer, self._tags = tokenizer, tags
         self._decoder = _decoder(tokenizer, prompt)
         self._search = StopSearch(tokenizer, prompt, stops) if stops else None
         self._text = ""
@@ -212,13 +225,21 @@ class TextStream:
     def _take(self, token: int, logprob: float) -> None:
         self._held.append(TextToken(self.count, token, logprob, len(self._text)))
         self.count += 1
-        self._undecoded.append(token)
-        text = self._decoder.step(self._tokenizer.core, token)
+        text = self._decode(token)
         if text:
             self._undecoded.clear()
             self._text += text
         if self._search is not None and self._cut is None:
             self._cut = self._search.add(token, len(self._text))
+
+    def _decode(self, token: int) -> str | None:
+        """The text that is certain with this token: its own, and that of earlier tokens which had none yet."""
+        if token in self._tags:
+            text = self._tokenizer.decode(self._undecoded) if self._undecoded else ""
+            self._decoder = _decoder(self._tokenizer, [])
+            return text + self._tags[token]
+        self._undecoded.append(token)
+        return self._decoder.step(self._tokenizer.core, token)
 
     def _sure(self) -> int:
         """The length of the text that can no longer become part of a stop string."""

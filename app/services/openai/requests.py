@@ -13,7 +13,7 @@ from app.domain.records import BaseModelInfo, Sampler
 from app.domain.sampling import SampleRequest
 from app.services.openai.answer_text import Thoughts, thoughts_of
 from app.services.openai.tokenizer import BaseTokenizer, for_template
-from app.services.openai.tool_calls import are_understood
+from app.services.openai.tool_calls import OfferedTools, format_of
 from app.services.sampling import check_sample
 from app.settings import LimitSettings
 from app.wire.bodies import model_input
@@ -77,9 +77,10 @@ class Target:
         """The place of thoughts in the answer to a conversation and its `chat_text`."""
         return thoughts_of(self.tokenizer.template(chat.tools), text, chat.prefill)
 
-    def calls_tools(self, chat: Chat) -> bool:
-        """True if the model is offered tools and taught the form of their calls."""
-        return bool(chat.tools) and are_understood(self.tokenizer.template(chat.tools))
+    def offered(self, chat: Chat) -> OfferedTools | None:
+        """The tools that the model is offered, if its template teaches a known form of calls."""
+        form = format_of(self.tokenizer.template(chat.tools)) if chat.tools else None
+        return OfferedTools(form, chat.tools) if form else None
 
     def request(self, sampling: Sampling, prompt: np.ndarray, *, score_prompt: bool = False) -> SampleRequest:
         """A checked request. Raises BadRequest.

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -142,7 +143,9 @@ class OpenAiService:
         text = model.chat_text(chat)
         request = model.request(sampling, model.chat_prompt(chat, text))
         thoughts = Thoughts.NONE if sampling.json_schema else model.thoughts(chat, text)
-        parsing = ParseOptions(thoughts, tools=model.calls_tools(chat), parallel=chat.parallel)
+        tools = model.offered(chat)
+        parsing = ParseOptions(thoughts, tools, parallel=chat.parallel)
+        options = replace(options, tags=tools.form.tags if tools else ())
         return self._answer(caller, model, chat.model, [request], form(parsing), options, gone)
 
     def count(self, caller: Caller, chat: Chat) -> int:

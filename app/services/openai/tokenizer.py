@@ -48,6 +48,9 @@ class BaseTokenizer:
         self._texts = templates
         self._templates = {name: compile_template(text) for name, text in templates.items()}
         self._special = special
+        self._special_ids = {
+            token.content: number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
 
     def encode(self, text: str, context: int = sys.maxsize) -> np.ndarray:
         """int32 [n], with the special tokens that the model expects around a text. Raises BadRequest for a text far too
@@ -91,6 +94,10 @@ class BaseTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of complete tokens, without special tokens."""
         return self.core.decode(tokens, skip_special_tokens=True)
+
+    def special_ids(self, texts: Sequence[str]) -> dict[int, str]:
+        """Those of `texts` that are special tokens, by their ids."""
+        return {self._special_ids[text]: text for text in texts if text in self._special_ids}
 
     def token(self, token: int) -> str:
         """The text of one token, special or not; half a character is U+FFFD."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from flask import Flask
@@ -27,8 +27,14 @@ def template() -> str:
 
 
 @pytest.fixture(scope="module")
-def app(settings: Settings, tmp_path_factory: pytest.TempPathFactory, template: str) -> Flask:
-    folder = byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), template)
+def special() -> Sequence[str]:
+    """The special tokens of the base model beside BEGIN and END."""
+    return ()
+
+
+@pytest.fixture(scope="module")
+def app(settings: Settings, tmp_path_factory: pytest.TempPathFactory, template: str, special: Sequence[str]) -> Flask:
+    folder = byte_tokenizer(tmp_path_factory.mktemp("tokenizer"), template, special)
     base = settings.base_models[0].model_copy(update={"path": str(folder)})
     limits = ApiSettings(poll_hold_s=0.3, poll_capacity=CAPACITY, max_body_bytes=MAX_BODY_BYTES)
     return create_app(settings.model_copy(update={"base_models": (base,), "api": limits}))

@@ -6,6 +6,7 @@ import pytest
 
 from app.services.openai.answer_text import AnswerText, ParseOptions, Thoughts, thoughts_of
 from app.services.openai.generation import Delta
+from app.services.openai.tool_calls import OfferedTools, format_of
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 TAGGED = {
@@ -53,7 +54,9 @@ def test_thoughts_that_the_prompt_has_opened_need_no_tag(case: str, size: int):
 @pytest.mark.parametrize("size", [1, 1000])
 def test_a_call_that_is_only_a_thought_is_none(size: int):
     whole = f"<think>{CALL}</think>so:{CALL}"
-    assert parts(ParseOptions(Thoughts.TAGGED, tools=True), whole, size) == (CALL, "so:", ["f"])
+    form = format_of("<tool_call>")
+    assert form is not None
+    assert parts(ParseOptions(Thoughts.TAGGED, OfferedTools(form)), whole, size) == (CALL, "so:", ["f"])
     assert parts(ParseOptions(Thoughts.NONE), whole, size) == ("", whole, [])
 
 

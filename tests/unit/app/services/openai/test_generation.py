@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from app.services.openai.generation import TextStream
 from app.services.openai.tokenizer import BaseTokenizer, read
@@ -59,6 +60,25 @@ def test_a_stop_string_of_a_special_token_and_text_is_cut(tokenizer: BaseTokeniz
     tokens = ids(tokenizer, f"ab{END}cbb{END}cd")
     assert pieces(stream, tokens, stopped=True) == ["a", "", "", "", "bc", "b", "", "", "", ""]
     assert stream.stopped
+
+
+def test_special_tokens_that_are_part_of_the_text_are_shown(tokenizer: BaseTokenizer):
+    tags = tokenizer.special_ids([BEGIN, "no token"])
+    tokens = ids(tokenizer, f"é{BEGIN} b{END}{BEGIN}é{END}")
+    given = pieces(TextStream(tokenizer, [], [f"{BEGIN}é"], tags), tokens[:-3])
+    assert given == ["", "é", "", f"{BEGIN} ", "b", "", "", BEGIN]
+    stream = TextStream(tokenizer, [], [f"{BEGIN}é"], tags)
+    assert "".join(pieces(stream, tokens)) == f"é{BEGIN} b"
+    assert stream.stopped
+    half = TextStream(tokenizer, [], [], tags)
+    assert "".join(pieces(half, [*ids(tokenizer, "aé")[:-1], *ids(tokenizer, f"{BEGIN}b")])) == f"a\ufffd{BEGIN}b"
+
+
+def test_an_added_token_that_is_not_special_is_in_the_text_anyway(tokenizer: BaseTokenizer):
+    core = Tokenizer.from_str(tokenizer.core.to_str())
+    core.add_tokens(["<tool_call>"])
+    assert BaseTokenizer(core, {}, {}).special_ids(["<tool_call>", END]) == {257: END}
+    assert "".join(pieces(TextStream(BaseTokenizer(core, {}, {}), [], []), [258])) == "<tool_call>"
 
 
 def test_letters_with_a_special_token_between_them_are_no_stop_string_as_in_the_sampler(tokenizer: BaseTokenizer):
