@@ -7,11 +7,11 @@ import pytest
 from flask import Flask
 from werkzeug.test import TestResponse
 
-from tests.unit.app.api.chat.conftest import app, served, template
+from tests.unit.app.api.chat.conftest import app, served, special, template
 from tests.unit.app.conftest import KEY, Api
 
 # The playground samples, so the console has the API of the chats, with its stand-in for a sampler.
-__all__ = ["app", "served", "template"]
+__all__ = ["app", "served", "special", "template"]
 
 
 class Browser:
