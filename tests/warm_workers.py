@@ -71,6 +71,8 @@ def _become(end_with: Callable[[int], None], command: Command, inherited_fds: tu
     setproctitle(" ".join(command.argv))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as in any Python; the fork was to execute any program
+        signal.signal(number, signal.SIG_IGN)
     for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         if number > 2 and number not in inherited_fds:
             with suppress(OSError):  # the folder that was listed
