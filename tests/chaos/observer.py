@@ -175,9 +175,9 @@ def writes(process: psutil.Process, log: Path) -> bool:
     return False
 
 
-def _rank(process: psutil.Process) -> int:
-    """Rank of a worker's process; -1 for the launcher of several ranks, and for a process that has just ended."""
+def _rank(process: psutil.Process) -> int | None:
+    """Rank of a worker's process; None for the launcher of several ranks, and for a process that has just ended."""
     with suppress(psutil.NoSuchProcess):
         if "workers.process.torchrun" not in process.cmdline():
             return int(process.environ().get("RANK", "0"))
-    return -1
+    return None
