@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -41,15 +41,15 @@ _SLOW = (
 _PATIENT = RestartPolicy(first_delay_s=0.2, longest_delay_s=0.2)
 
 
-def use() -> None:
-    """Makes this process a `tinsmith up` with warm workers."""
-    _import_slow()
+def use(*more: str) -> None:
+    """Makes this process a `tinsmith up` with warm workers, with `more` modules imported."""
+    _import_slow(*more)
     supervisor.Child = WarmChild
     up.Supervisor = partial(Supervisor, policy=_PATIENT)
 
 
-def _import_slow() -> None:
-    for module in _SLOW:
+def _import_slow(*more: str) -> None:
+    for module in (*_SLOW, *more):
         import_module(module)
     assert threading.active_count() == 1, "a fork beside another thread may find a lock taken"
 
@@ -68,17 +68,27 @@ class WarmChild(Child):
 def _become(end_with: Callable[[int], None], command: Command, inherited_fds: tuple[int, ...], parent: int) -> NoReturn:
     """Is called in the fork, where a child would execute its program: does in this process what that would do."""
     end_with(parent)
-    setproctitle(" ".join(command.argv))
+    close_fds(inherited_fds)
+    os.environ.update(command.environ)
+    run_module(command.argv, " ".join(command.argv))
+
+
+def close_fds(kept: Collection[int]) -> None:
+    """Closes what a program would not inherit."""
+    for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        if number > 2 and number not in kept:
+            with suppress(OSError):  # the folder that was listed
+                os.close(number)
+
+
+def run_module(command: Sequence[str], title: str) -> NoReturn:
+    """Does in this process what `command`, a Python with `-m MODULE`, would do, under that title."""
+    setproctitle(title)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as in any Python; the fork was to execute any program
         signal.signal(number, signal.SIG_IGN)
-    for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
-        if number > 2 and number not in inherited_fds:
-            with suppress(OSError):  # the folder that was listed
-                os.close(number)
-    os.environ.update(command.environ)
-    _, _, module, *arguments = command.argv
+    module, *arguments = command[command.index("-m") + 1 :]
     sys.argv = [module, *arguments]
     code = _run(module)
     sys.stdout.flush()

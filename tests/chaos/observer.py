@@ -18,6 +18,7 @@ from app.stores.redis import keys
 from app.stores.redis.records import RedisRecords, load
 from tests.chaos.patience import patiently
 from tests.contract.stack import Stack
+from tests.warm_ranks import rank_of
 
 T = TypeVar("T")
 
@@ -178,6 +179,5 @@ def writes(process: psutil.Process, log: Path) -> bool:
 def _rank(process: psutil.Process) -> int | None:
     """Rank of a worker's process; None for the launcher of several ranks, and for a process that has just ended."""
     with suppress(psutil.NoSuchProcess):
-        if "workers.process.torchrun" not in process.cmdline():
-            return int(process.environ().get("RANK", "0"))
+        return rank_of(process)
     return None

@@ -46,6 +46,6 @@ def _stack(folder: Path, base: Path, trainer: str) -> Stack:
         trainer,
         _SAMPLER,
         engine(),
-        program="tests.warm_workers",
+        program="tests.warm_ranks",
         threads=_THREADS,
     )

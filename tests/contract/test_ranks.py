@@ -16,13 +16,14 @@ from tests.contract.data import ADAM, logprobs, supervised, train
 from tests.contract.stack import BASE, Stack, running
 from tests.contract.test_restart import await_true, children, is_gone, undisturbed
 from tests.servers import free_port
+from tests.warm_ranks import rank_of
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("ranks") / "data"
     trainer = 'backend = "deepspeed"\nzero_stage = 2\nranks = 2\nrank_deadline_s = 25.0'
-    sampler, engine, program = 'backend = "transformers"', "[engine]\nlease_s = 3.0", "tests.warm_workers"
+    sampler, engine, program = 'backend = "transformers"', "[engine]\nlease_s = 3.0", "tests.warm_ranks"
     stack = Stack(folder, base_path, free_port(), trainer, sampler, engine, program, threads=1)
     with pytest.MonkeyPatch.context() as patch:
         # A stopped rank does not handle SIGTERM: torchrun kills it after this time instead of 30 s.
@@ -38,9 +39,9 @@ def service(ranks: Stack) -> Iterator[tinker.ServiceClient]:
 
 
 def group(stack: Stack) -> tuple[psutil.Process, psutil.Process]:
-    """Processes of rank 0, whose title Celery changes, and of rank 1."""
+    """Processes of rank 0 and of rank 1."""
     [launcher] = children(stack, "workers.process.torchrun")
-    leader, follower = sorted(launcher.children(), key=lambda child: child.environ().get("RANK") == "1")
+    leader, follower = sorted(launcher.children(), key=rank_of)
     return leader, follower
 
 
