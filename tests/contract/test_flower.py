@@ -135,7 +135,8 @@ def test_it_goes_on_when_the_stack_is_stopped_and_started_again(
     tmp_path_factory: pytest.TempPathFactory, base_path: Path
 ):
     folder = tmp_path_factory.mktemp("flower") / "data"
-    stack = Stack(folder, base_path, free_port(), 'backend = "torch"', 'backend = "transformers"')
+    sampler, program = 'backend = "transformers"', "tests.warm_workers"
+    stack = Stack(folder, base_path, free_port(), 'backend = "torch"', sampler, program=program)
     with running(stack), _running(stack, {"FLOWER_UNAUTHENTICATED_API": "1"}) as (url, _):
         for _ in range(2):
             stack.stop()
