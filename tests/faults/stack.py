@@ -1,4 +1,4 @@
-"""The API and a trainer as in production, each a separate process: gunicorn, and a Celery worker."""
+"""The API and a trainer as in production, each a separate process: gunicorn, and a Celery worker, which is forked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import urllib.request
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import redis
@@ -16,6 +17,7 @@ from app.domain.records import Worker
 from app.settings import SETTINGS_VARIABLE, hash_key
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords, load
+from tests.faults.worker_process import start_with_celery
 from tests.faults.world import await_true
 from tests.servers import free_port
 
@@ -44,7 +46,7 @@ class Stack:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.client = connect(direct)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._trainers: list[BaseProcess] = []
         self._settings = folder / "settings.toml"
         folder.mkdir()
         base = {"name": BASE, "path": str(base_path), "dtype": "float32", "trainer": {"backend": "torch"}}
@@ -62,26 +64,25 @@ class Stack:
                 }
             )
         )
-        self._start("gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application")
+        api = [sys.executable, "-m", "gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application"]
+        self._api = subprocess.Popen(api, env={**os.environ, SETTINGS_VARIABLE: str(self._settings)})
         self.trainer = self.start_trainer()
         await_true(self._ready, "the stack is up")
 
-    def start_trainer(self) -> subprocess.Popen[bytes]:
-        return self._start("workers.trainer", "--base", BASE, "--name", "trainer")
+    def start_trainer(self) -> BaseProcess:
+        self._trainers.append(start_with_celery(self._settings, ["--base", BASE, "--name", "trainer"]))
+        return self._trainers[-1]
 
     def sdk(self) -> tinker.ServiceClient:
         return tinker.ServiceClient(base_url=self.url, api_key=_KEY)
 
     def stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
+        for trainer in self._trainers:
+            trainer.kill()
+            trainer.join()
+        self._api.kill()
+        self._api.wait()
         self.client.close()
-
-    def _start(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, SETTINGS_VARIABLE: str(self._settings)}
-        self._processes.append(subprocess.Popen([sys.executable, "-m", module, *arguments], env=environment))
-        return self._processes[-1]
 
     def _ready(self) -> bool:
         try:

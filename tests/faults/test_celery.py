@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -91,7 +90,7 @@ def test_no_dropped_connection_loses_or_doubles_an_op_or_leaves_a_worker_unrespo
     found = outcome(client)
     admitted = 2 * (steps + 2) + 2  # with create_model, and the forward of the outcome
     assert applied(stack, client) == admitted - 1
-    assert stack.trainer.poll() is None, "the worker lived through it"
+    assert stack.trainer.is_alive(), "the worker lived through it"
     calm = new_model(service)
     train(calm, steps + 2)
     assert np.array_equal(found, outcome(calm))
@@ -133,8 +132,8 @@ def kill_in(stack: Stack, client: tinker.TrainingClient, seq: int) -> bool:
     """Tells if the trainer died in the middle of the Op."""
     op = keys.op(f"{client.model_id}:{seq}")
     await_true(lambda: stack.client.hget(op, "runner") or applied(stack, client) >= seq, "the worker begins on it")
-    stack.trainer.send_signal(signal.SIGKILL)
-    stack.trainer.wait()
+    stack.trainer.kill()
+    stack.trainer.join()
     return applied(stack, client) == seq - 1
 
 
@@ -157,8 +156,9 @@ def test_a_worker_asked_to_end_does_not_wait_for_a_save_that_hangs(memory: Path,
         pending = [client.save_state("kept"), *(client.optim_step(ADAM) for _ in range(2))]
         save, last = (keys.op(f"{client.model_id}:{seq}") for seq in (3, 5))
         await_true(lambda: stack.client.hget(last, "runner"), "the steps behind the save have begun")
-        stack.trainer.send_signal(signal.SIGTERM)
-        stack.trainer.wait(timeout=100)  # the store's limit is 180
+        stack.trainer.terminate()
+        stack.trainer.join(100)  # the store's limit is 180
+        assert not stack.trainer.is_alive()
         assert stack.client.hget(save, "runner") is None, "it was left in order"
         far.go_on()
         stack.trainer = stack.start_trainer()
@@ -170,7 +170,9 @@ def test_a_second_worker_of_the_same_name_is_refused_and_the_first_goes_on(stack
     client = new_model(service)
     train(client, 1)
     epoch = stack.client.hget(keys.model(client.model_id), "epoch")
-    assert stack.start_trainer().wait(timeout=120) == SETUP_ERROR_CODE
+    second = stack.start_trainer()
+    second.join(120)
+    assert second.exitcode == SETUP_ERROR_CODE
     train(client, 1)
     assert stack.client.hget(keys.model(client.model_id), "epoch") == epoch
-    assert stack.trainer.poll() is None
+    assert stack.trainer.is_alive()

@@ -143,4 +143,4 @@ def test_a_run_goes_on_with_its_owner_when_all_connections_fall_silent(
         train(training, 1)
         assert all(proxy.silenced > 2 for proxy in proxies)
         assert stack.client.hget(keys.model(training.model_id), "epoch") == epoch
-        assert stack.trainer.poll() is None
+        assert stack.trainer.is_alive()

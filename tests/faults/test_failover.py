@@ -49,7 +49,7 @@ def test_a_run_ends_as_if_its_primary_had_not_been_lost(
         undisturbed = train(calm, lambda: None)
         assert train(hit, sentinels.kill_primary) == undisturbed, "each call took effect once"
         assert weights(folder, hit) == weights(folder, calm)
-        assert stack.trainer.poll() is None, "no worker was lost"
+        assert stack.trainer.is_alive(), "no worker was lost"
         heads = [stack.client.hmget(keys.model(each.model_id), "applied", "history") for each in (calm, hit)]
         assert heads[0][0] == heads[1][0], "nothing was lost or doubled"
         assert heads[0][1] != heads[1][1], "there was a new primary"
@@ -70,7 +70,8 @@ def test_without_replicas_to_wait_for_what_a_promotion_lost_is_reported_and_did_
         assert loss(submit(hit, 2)) > 0
         hit.save_state("final").result()
         stack.trainer.terminate()
-        stack.trainer.wait(60)
+        stack.trainer.join(60)
+        assert not stack.trainer.is_alive()
         assert int(stack.client.hget(keys.model(hit.model_id), "snapshot_seq")) > 0
         lost = hit.forward_backward(supervised(seed=3), "cross_entropy")
         await_true(lambda: stack.client.zscore(keys.PENDING, hit.model_id), "the call is acknowledged")
@@ -85,7 +86,7 @@ def test_without_replicas_to_wait_for_what_a_promotion_lost_is_reported_and_did_
         for client in (calm, hit):
             client.save_state("final").result()
         assert weights(folder, hit) == weights(folder, calm), "no file of the lost checkpoint is used"
-        assert trainer.poll() is None, "no worker was lost"
+        assert trainer.is_alive(), "no worker was lost"
 
 
 def train(client: tinker.TrainingClient, between: Callable[[], None]) -> list[float]:

@@ -1,4 +1,4 @@
-"""A real trainer process without Celery, dispatched through a pipe: forked in milliseconds from a process with torch.
+"""A real trainer process, with Celery or dispatched through a pipe: forked in milliseconds from a process with torch.
 
 The forkserver imports torch and starts no thread, so that its forks may compute; each worker checks that.
 """
@@ -8,16 +8,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import psutil
 
 from app import dispatch
 from app.errors import Requeue
-from app.settings import Settings
+from app.settings import SETTINGS_VARIABLE, Settings
+from tests import warm_workers
 from tests.faults.injection import Call, Fault, FaultInjector
 from workers.backends.training.backends import create
 from workers.process.assembly import assemble_trainer
@@ -27,9 +31,20 @@ from workers.process.runtime import Runtime
 
 Answer = tuple[Literal["done", "failed", "unknown", "not now", "error"], str]
 _WITHIN_S = 240
-_PRELOADED = ["__main__", __name__, "workers.backends.training.backends", "app.stores.objects.s3", "tests.frozen"]
+_PRELOADED = [
+    *("__main__", __name__, "workers.backends.training.backends", "app.stores.objects.s3"),
+    *("celery.bin.celery", "tests.frozen"),
+]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOADED)
+
+
+def start_with_celery(settings: Path, arguments: Sequence[str]) -> BaseProcess:
+    """A trainer that is started with these arguments, as a process of multiprocessing."""
+    command = [sys.executable, "-m", "workers.trainer", *arguments]
+    process = _context.Process(target=_become, args=(command, {**os.environ, SETTINGS_VARIABLE: str(settings)}))
+    process.start()
+    return process
 
 
 class Died(Exception):
@@ -109,9 +124,19 @@ class WorkerProcess:
         return Died(self._process.exitcode)
 
 
-def _serve(pipe: Connection, settings: Settings, node: str, faults: tuple[Fault, ...]) -> None:
+def _become(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    _assert_alone()
+    os.environ.update(environ)
+    warm_workers.run_module(command, " ".join(command))
+
+
+def _assert_alone() -> None:
     threads = list(Path("/proc/self/task").iterdir())
     assert len(threads) == 1, f"forked beside {len(threads) - 1} other threads"
+
+
+def _serve(pipe: Connection, settings: Settings, node: str, faults: tuple[Fault, ...]) -> None:
+    _assert_alone()
     injector = FaultInjector(faults)
     worker = _trainer(settings, node, injector)
     while True:
