@@ -63,7 +63,7 @@ class Limits:
     capture_days: int | None = _described(
         None,
         "days for which the answers of the project's chats and completions are kept as datums, encrypted, from 1 to "
-        "3,650; none are without it, nor without capture_secret; a key's is ignored",
+        "3,650; no answer is kept without it or without capture_secret; a key's is ignored",
     )
 
     def __post_init__(self) -> None:
