@@ -123,15 +123,17 @@ class Administration:
         )
 
     def key(self, caller: Caller, project: str, key: str) -> Key:
-        """A key of the project that the caller may revoke. Raises NotFound, and Forbidden for another user's key that
-        works in other projects too: only its user and the operator revoke it."""
+        """A key of the project that the caller may revoke. Raises NotFound, and Forbidden for a key that works in other
+        projects too. Only the operator and its user revoke it, and the user only with such a key: an admin can make a
+        key that acts for this user in this project alone."""
         self._administered(caller, project)
         found = self._records.find(Key, key)
         if found is None or found.project != project:
             raise NotFound(f"key {key[:200]!r} does not exist in project {project}")
-        if not (caller.is_operator or found.only_project or found.user == caller.user):
+        if not (caller.is_operator or found.only_project or self._is_own(found, caller)):
             raise Forbidden(
-                "this key works in other projects of its user too: only the user and the operator revoke it"
+                "this key works in other projects of its user too: only the user, with a key that does so too, and the "
+                "operator revoke it"
             )
         return found
 
@@ -156,6 +158,11 @@ class Administration:
         if found is None:
             raise no_project(project)
         return found
+
+    def _is_own(self, key: Key, caller: Caller) -> bool:
+        """True for a key of the caller's user, if the caller's own key works in all projects of this user."""
+        own = self._records.find(Key, caller.key_id)
+        return own is not None and own.user == key.user and not own.only_project
 
     def _users(self, organisation: str) -> list[User]:
         return [user for user in self._accounts.all(User) if user.organisation == organisation and not user.removed]

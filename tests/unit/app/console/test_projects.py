@@ -166,6 +166,22 @@ def test_an_admin_revokes_no_key_that_works_in_other_projects_of_another_user(
     assert api.client.get("/api/v1/training_runs", headers={"X-API-Key": key}).status_code == 401
 
 
+def test_a_key_that_an_admin_made_for_a_user_revokes_no_key_of_this_user_in_other_projects(
+    api: Api, accounts: AccountService, tenant: Tenant, browser: Browsers
+) -> None:
+    key, own = tenant.key("member"), tenant.key("admin")
+    user, admin = user_of(key, accounts), opened(browser, own, tenant)
+    path = f"projects/{tenant.project}"
+    admin.post(f"{path}/role", user=user, role="admin")
+    made = shown_key(admin.post(f"{path}/keys", user=user, scope="manage").text)
+    form, id_ = f"{path}/keys/revoke", key.removeprefix("tml-").partition(".")[0]
+    as_user = opened(browser, made, tenant)
+    for sure in ("", "yes"):
+        assert as_user.post(form, key=id_, sure=sure).status_code == 403
+    assert api.services.authenticator(key)
+    assert opened(browser, key, tenant).post(form, key=id_, sure="yes").status_code == 302, "the user still may"
+
+
 def test_an_admin_changes_roles_and_removes_members(
     api: Api, accounts: AccountService, tenant: Tenant, browser: Browsers
 ) -> None:
