@@ -15,8 +15,10 @@ from app.domain.accounts import ROLES, SCOPES, Role, Scope
 from app.domain.limits import COUNTS, NAMES
 from app.errors import BadRequest
 
-_DAY_S, _MOST_DAYS = 86_400, 3650
-_NONE, _UNLIMITED = "none", "none"
+_DAY_S = 86_400
+_KEY_DAYS = range(1, 3651)
+_NONE = "none"
+"""The text for no role, and for no limit."""
 Value = float | None
 
 
@@ -50,7 +52,7 @@ def _show(project: str) -> str:
     """One project: its members, its keys and its limits. Raises NotFound and Forbidden."""
     found = services().administration.describe(current_caller(), project)
     settings = asdict(services().settings.limits.project)
-    own = {name: _UNLIMITED if value is None else str(value) for name, value in found.project.limits.items()}
+    own = {name: _NONE if value is None else str(value) for name, value in found.project.limits.items()}
     return render_template(
         "project.html",
         found=found,
@@ -88,9 +90,7 @@ def _add_key(project: str) -> str:
     if unknown := set(scopes) - SCOPES:
         raise BadRequest(f"{min(unknown)[:80]!r} is no scope: give some of {', '.join(sorted(SCOPES))}")
     days = _text("days")
-    if days and not (days.isdecimal() and 1 <= int(days[:9]) <= _MOST_DAYS):
-        raise BadRequest(f"{days[:80]!r} is no number of days: give 1 to {_MOST_DAYS}, or nothing for a lasting key")
-    lifetime_s = int(days) * _DAY_S if days else None
+    lifetime_s = _key_days(days) * _DAY_S if days else None
     key, text = services().administration.add_key(
         current_caller(), project, _text("user"), cast("list[Scope]", scopes), _text("name"), lifetime_s
     )
@@ -137,14 +137,23 @@ def _fewer_kept(own: Mapping[str, Value], changed: Mapping[str, Value], default:
     return int(after) if after is not None and 0 < after < (inf if before is None else before) else None
 
 
+def _key_days(text: str) -> int:
+    is_short = text.isdecimal() and len(text) <= len(str(_KEY_DAYS[-1]))
+    if not is_short or int(text) not in _KEY_DAYS:
+        raise BadRequest(
+            f"{text[:80]!r} is no number of days: give {_KEY_DAYS[0]} to {_KEY_DAYS[-1]}, or nothing for a lasting key"
+        )
+    return int(text)
+
+
 def _limit(name: str, text: str) -> Value:
-    if text == _UNLIMITED:
+    if text == _NONE:
         return None
     try:
         return int(text) if name in COUNTS else float(text)
     except ValueError:
         kind = "whole number" if name in COUNTS else "number"
-        raise BadRequest(f"{name} is {text[:80]!r}: give a {kind}, {_UNLIMITED}, or nothing") from None
+        raise BadRequest(f"{name} is {text[:80]!r}: give a {kind}, {_NONE}, or nothing") from None
 
 
 def _role(text: str) -> Role:
