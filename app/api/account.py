@@ -95,7 +95,8 @@ class _Limits(Schema):
 
 class _Used(Schema):
     """The current use. Rates are averages over the last seconds, and None where they are not limited. Of the
-    monthly_budget it is the cost of this month's usage, and None without a price or for a key."""
+    monthly_budget it is the cost of this month's usage. It is None without a price, for a key, and in a project without
+    a budget for all but its admins."""
 
     requests_per_s = fields.Float(allow_none=True)
     tokens_per_s = fields.Float(allow_none=True)

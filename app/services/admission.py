@@ -324,9 +324,12 @@ class QuotaService:
         project that the caller does not see; this includes the key's own project once the caller was removed from
         it."""
         named = check_seen(caller, caller.project if project is None else project)
-        return {payer.kind: self._view(payer) for payer in self._limits.payers(caller, named)}
+        return {payer.kind: self._view(payer, caller) for payer in self._limits.payers(caller, named)}
 
-    def _view(self, payer: Payer) -> dict[str, Any]:
-        spent = self._spending.this_month(payer.id) if payer.kind == PROJECT else None
+    def _view(self, payer: Payer, caller: Caller) -> dict[str, Any]:
+        """A payer's limits and their use. Only a project's admins see its cost, unless it has a budget: the budget
+        refuses calls of its members, so they see it too."""
+        sees_cost = payer.limits.monthly_budget is not None or caller.may("admin", payer.id)
+        spent = self._spending.this_month(payer.id) if payer.kind == PROJECT and sees_cost else None
         used = {**asdict(self._quotas.used(payer)), "monthly_budget": spent}
         return {"id": payer.id, "limits": asdict(payer.limits), "used": used}

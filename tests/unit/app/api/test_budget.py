@@ -210,6 +210,21 @@ def test_usage_that_an_earlier_version_counted_belongs_to_no_run(api: Api, state
     assert [(row["run_id"], row["training_tokens"]) for row in used_by(api)] == [(run, 6), (None, 5)]
 
 
+def test_only_admins_see_the_cost_of_the_month_unless_a_budget_limits_it(
+    tenant: Tenant, api: Api, limit: Limit
+) -> None:
+    train(replace(api, key=tenant.key("member")), tenant.ids["model"], {"training": 6})
+    keys = [tenant.key("admin"), tenant.key("member"), tenant.key("viewer")]
+
+    def seen() -> list[float | None]:
+        shown = [replace(api, key=key).get("limits").json["project"] for key in keys]
+        return [project["used"]["monthly_budget"] for project in shown]
+
+    assert seen() == [6, None, None]
+    limit(monthly_budget=10)
+    assert seen() == [6, 6, 6]
+
+
 def test_only_admins_see_the_usage_of_runs_and_only_their_projects(tenant: Tenant, api: Api, stranger: Api) -> None:
     train(replace(api, key=tenant.key("member")), tenant.ids["model"], {"training": 6})
     path = window(this_hour(api)).replace("events", "runs")
