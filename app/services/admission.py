@@ -277,9 +277,10 @@ class QuotaService:
     def __init__(self, limits: LimitsOf, quotas: RedisQuotas, spending: Spending) -> None:
         self._limits, self._quotas, self._spending = limits, quotas, spending
 
-    def take(self, caller: Caller, project: str) -> None:
-        """Charges a call that creates or changes something in `project`."""
-        self._quotas.take(Charge(self._limits.payers(caller, project)))
+    def take(self, caller: Caller, *projects: str) -> None:
+        """Charges a call that creates or changes something in `projects`: once to each of them, and once to the key."""
+        payers = dict.fromkeys(payer for project in projects for payer in self._limits.payers(caller, project))
+        self._quotas.take(Charge(tuple(payers)))
 
     def of_session(self, caller: Caller, project: str) -> Charge:
         """The charge of a new session in `project`."""

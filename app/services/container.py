@@ -151,7 +151,7 @@ def build(settings: Settings) -> Services:
         custom_losses=custom_losses,
         training=TrainingService(records, bases, admission, custom_losses, settings.limits, sources, routes),
         sampling=sampling,
-        runs=RunService(records),
+        runs=RunService(records, quotas),
         checkpoints=CheckpointService(records, objects, quotas),
         checkpoint_search=CheckpointSearch(records),
         archives=ArchiveService(records, objects, signer),

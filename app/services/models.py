@@ -13,7 +13,7 @@ from app.domain.ops import CreateModel, LoraSpec, ModelSpec
 from app.domain.progress import Recorded
 from app.domain.records import Model, Session
 from app.errors import BadRequest, NotFound
-from app.services.admission import AdmissionService
+from app.services.admission import AdmissionService, QuotaService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.teardown import Teardown
 from app.services.tenants import audit
@@ -137,8 +137,8 @@ class ModelService:
 class RunService:
     """Describes and lists runs. A run consists of its Model record and the checkpoints under its id."""
 
-    def __init__(self, store: RedisRecords) -> None:
-        self._records = store
+    def __init__(self, store: RedisRecords, quotas: QuotaService) -> None:
+        self._records, self._quotas = store, quotas
 
     def describe(self, model_id: str, caller: Caller, scope: Scope) -> dict[str, Any]:
         """A TrainingRun. The scope "accessible" includes another project's run that has a public checkpoint; of it the
@@ -176,9 +176,9 @@ class RunService:
 
     def record(self, caller: Caller, metrics: Mapping[str, Sequence[Recorded]]) -> None:
         """Keeps metrics that the caller recorded, by run. Raises NotFound or Forbidden for a run that is not the
-        caller's to train; then none is kept. Raises Unavailable."""
-        for model_id in metrics:
-            load_owned(self._records, Model, model_id, caller)
+        caller's to train, and TooManyRequests; then none is kept. Raises Unavailable."""
+        owners = [load_owned(self._records, Model, model_id, caller).owner for model_id in metrics]
+        self._quotas.take(caller, *owners)
         for model_id, found in metrics.items():
             self._records.record(model_id, found)
 

@@ -15,8 +15,11 @@ from app.settings import BaseModelSettings, SamplerSettings, Settings
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.records import dump, load
+from tests.unit.app.api.test_limits import HOURS, Limit, limit
 from tests.unit.app.conftest import API, BASE, CONTEXT, KEY, OTHER_KEY, Api
 from tests.unit.app.tenant import Tenant
+
+__all__ = ["limit"]
 
 
 def test_the_sdk_takes_the_config_and_its_sampling_limit_from_poll_capacity(api: Api) -> None:
@@ -87,6 +90,17 @@ def test_metrics_need_a_key_and_a_role_that_may_train(tenant: Tenant) -> None:
         assert api.post("telemetry", events).status_code == status
         assert api.post("telemetry", {"events": [{"event": "SESSION_START"}]}).status_code == 200
     assert tenant.api.services.records.recorded([model]) == [[]]
+
+
+def test_a_call_with_metrics_counts_once_and_other_telemetry_not_at_all(api: Api, limit: Limit) -> None:
+    runs = [api.model(), api.model()]
+    limit(requests_per_s=HOURS)
+    for _ in range(3):
+        assert api.post("telemetry", {"events": [{"event": "SESSION_START"}]}).status_code == 200
+    assert api.post("telemetry", {"events": [_metrics(run) for run in runs]}).status_code == 200
+    assert api.get("limits").json["project"]["used"]["requests_per_s"] == pytest.approx(0.1, rel=1e-2), "a call in 10 s"
+    assert api.post("telemetry", {"events": [_metrics(runs[0], 0.75)]}).status_code == 429
+    assert api.services.records.recorded(runs) == [[Recorded(1, {"reward": 0.5})]] * 2, "of the refused call none"
 
 
 def test_wrong_metrics_are_refused_in_words(api: Api) -> None:
