@@ -21,8 +21,8 @@ from app.stores.redis.records import RedisRecords
 
 @dataclass(frozen=True, slots=True)
 class Administered:
-    """A project with the accounts that belong to it. `members`: its users with their roles, by email. `keys`: those
-    whose own project it is, the newest first, without revoked ones. `changeable`: the limits that the caller may
+    """A project with the accounts that belong to it. `members`: its users with their roles, by email. `keys`: the keys
+    with this project as their own, the newest first, without revoked ones. `changeable`: the limits that the caller may
     set."""
 
     project: Project
@@ -106,8 +106,9 @@ class Administration:
         self, caller: Caller, project: str, user: str, scopes: Iterable[Scope], name: str, lifetime_s: float | None
     ) -> tuple[Key, str]:
         """Creates a key of a member that works in this project alone. Returns it with its text, which is never shown
-        again. The key can do no more than the caller's own, and does not outlive it. Raises NotFound for a user that
-        is no member, and BadRequest for a wrong name."""
+        again. The key has no more scopes than the caller's own, and expires no later. It stays valid when the
+        caller's key is revoked, and when the caller leaves the project. Raises NotFound for a user that is no member,
+        and BadRequest for a wrong name."""
         self._administered(caller, project)
         holder, wanted = self._records.find(User, user), frozenset(scopes)
         if holder is None or holder.removed or project not in holder.roles:
