@@ -145,11 +145,10 @@ def _worker(node: str, worker: Worker, runs: int, now: float) -> WorkerState:
 
 
 def _runs(records: RedisRecords, waiting: Mapping[str, tuple[int, bool]], now: float) -> Iterator[RunState]:
-    for model_id, fields in records.list(Model.namespace):
-        model = load(Model, fields)
-        if "ended" in fields or model.copied_from:
-            continue
-        (holder,) = records.holders([model_id])
+    stored = [(id_, fields, load(Model, fields)) for id_, fields in records.list(Model.namespace)]
+    found = [each for each in stored if "ended" not in each[1] and not each[2].copied_from]
+    holders = records.holders([model_id for model_id, _, _ in found])
+    for (model_id, fields, model), holder in zip(found, holders, strict=True):
         calls, running = waiting.get(model_id, (0, False))
         yield RunState(
             id=model_id,

@@ -116,6 +116,18 @@ def test_json_has_the_same_facts(records: RedisRecords, shown: Callable[..., lis
     assert found["memory_bytes"] > 0 and found["more_runs"] == 0
 
 
+def test_each_run_has_its_own_worker_also_between_runs_that_have_ended(
+    records: RedisRecords, client: redis.Redis, shown: Callable[..., list[str]]
+) -> None:
+    held = {ids.model_id(RUN.partition(":")[0], number): f"trainer-{number}@host" for number in range(5)}
+    first, *middle, last = held
+    for model_id, node in held.items():
+        run(records, model_id, **({"ended": "1"} if model_id in (first, last) else {}))
+        client.set(keys.lease(model_id), f"{node}/1")
+    found = json.loads("\n".join(shown("--json")))["runs"]
+    assert {one["id"]: one["worker"] for one in found} == {model_id: held[model_id] for model_id in middle}
+
+
 def test_the_runs_with_the_newest_calls_come_first_and_ended_ones_not_at_all(
     records: RedisRecords, shown: Callable[..., list[str]]
 ) -> None:
