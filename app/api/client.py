@@ -88,7 +88,7 @@ def telemetry() -> dict[str, str]:
     try:
         body = json_content()
     except (RequestError, RequestEntityTooLarge, RecursionError):
-        body = None  # as ever: a client that only reports must not fail
+        body = None  # telemetry must not make a client fail
     if found := recorded(body):
         _record(found)
     return {"status": "accepted"}

@@ -79,7 +79,7 @@ def _show_run_events(run: str) -> str:
     check_role(caller, owner, "admin")
     found = services().audit.of([owner], "all", _now().date() - timedelta(days - 1), days)
     entries = [entry for entry in found if _is_about(entry, run)]
-    title, empty = f"Changes to run {run}", f"Nothing of it was changed in {days} days."
+    title, empty = f"Changes to run {run}", f"No changes in the last {days} days."
     return render_template("events.html", title=title, empty=empty, entries=entries[::-1])
 
 

@@ -114,7 +114,8 @@ class Charge:
     adds.
 
     With `stores` the call makes a checkpoint, of `stored` bytes where the size is known before. `samples` is the number
-    of sequences it samples. With `spends` it needs what is left of its project's budget, of which `spent` is gone.
+    of sequences it samples. With `spends` its project must have spent less than its budget. `spent` is the amount so
+    far.
     """
 
     payers: tuple[Payer, ...] = ()

@@ -22,7 +22,7 @@ def _described(description: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices in US dollars. None means no price. Raises ValueError for one that is no price."""
+    """Prices in US dollars. None means no price. Raises ValueError for a negative or infinite price, or NaN."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}  # this class is also a section of the settings
     training: float | None = _described("US dollars for a million tokens of forward and forward_backward")

@@ -46,7 +46,7 @@ class Settings(Section):
     engine: EngineSettings = Field(EngineSettings(), description="leases, snapshots, and how long things are kept")
     limits: LimitSettings = Field(LimitSettings(), description="largest calls, and limits of projects")
     tracing: TracingSettings = Field(TracingSettings(), description="OpenTelemetry traces of calls")
-    prices: Prices = Field(Prices(), description="prices of usage; what has no price has no cost")
+    prices: Prices = Field(Prices(), description="prices of usage; usage without a price has no cost")
     base_models: tuple[BaseModelSettings, ...] = Field(
         (), description="a base model; repeat the section for more; without one `tinsmith up` serves the bundled model"
     )

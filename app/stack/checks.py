@@ -163,7 +163,7 @@ def model_paths(settings: Settings) -> None:
 
 
 def operators(settings: Settings) -> None:
-    """Raises SetupError for an operator's key that is no key."""
+    """Raises SetupError for a digest in operator_keys that api_keys lacks."""
     if not set(settings.operator_keys) <= set(settings.api_keys):
         raise SetupError("operator_keys has a digest that is not in api_keys: add it there too")
 

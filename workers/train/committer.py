@@ -216,7 +216,7 @@ class Committer:
 
 def _shares(op_results: Sequence[Future[OpResult]]) -> list[float]:
     """Each Op's share of the time of its pass, by its tokens; steps have equal shares. A failed Op has an average
-    share, which nobody pays for."""
+    share, which counts for no project."""
     if len(op_results) == 1:
         return [1.0]
     tokens = [None if one.failure else one.usage.get(TRAINED, 1) for one in (each.result() for each in op_results)]
