@@ -1,15 +1,18 @@
 """Checks of the JSON schema that an answer must follow, before it is journaled.
 
-The sampler compiles a schema into a grammar. Only keywords that xgrammar 0.2.8 follows exactly are accepted, and all
-costs are bounded. `minLength` and `maxLength` are not accepted: their strings may hold raw control characters, which is
-no JSON, and 10,000 characters of them took two cores between 10 and 35 s.
+The sampler compiles a schema into a grammar. Only keywords that xgrammar 0.2.8 follows are accepted, and only together
+with those beside which it follows them. All costs are bounded. `minLength` and `maxLength` are not accepted: their
+strings may hold raw control characters, which is no JSON, and 10,000 characters of them took two cores between 10 and
+35 s.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from app.errors import BadRequest
@@ -24,25 +27,39 @@ MAX_VALUES = 500
 MAX_ITEMS = 1000
 """The sum of all minItems and maxItems of a schema."""
 MAX_RULES = 50
-"""The number of formats and bounds of a schema. Each costs up to 80 ms on two cores."""
+"""The number of formats and bounds of a schema. With 49,000 tokens each costs up to 10 ms, except `COSTLY_FORMATS`."""
+MAX_COSTLY = 10
+"""The number of `COSTLY_FORMATS` of a schema. With 49,000 tokens each costs up to 45 ms."""
+MAX_OPEN_NAMES = 20
+MAX_OPEN_BYTES = 200
+"""The bytes of all property names of objects that allow other names too. The grammar tells their names from any other
+name, which costs 10 ms a byte with 49,000 tokens and 30 ms with 150,000."""
 _MAX_NUMBER = 2**53
+_DECIMALS = 6
+"""xgrammar rounds the bounds of a number to these decimals."""
 
-_TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
-_FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-_REF = "#/$defs/"
-_RANGES = (
-    ("minItems", "maxItems"),
-    ("minimum", "maximum"),
-    ("minimum", "exclusiveMaximum"),
-    ("exclusiveMinimum", "maximum"),
-    ("exclusiveMinimum", "exclusiveMaximum"),
-)
-_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
-_TYPE_OF = {
-    **dict.fromkeys(("properties", "required", "additionalProperties"), "object"),
-    **dict.fromkeys(("items", "prefixItems", "minItems", "maxItems"), "array"),
-    "format": "string",
+_PYTHON_TYPES: Mapping[str, Any] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "integer": int,
+    "number": int | float,
+    "boolean": bool,
+    "null": type(None),
 }
+_TYPES = tuple(_PYTHON_TYPES)
+COSTLY_FORMATS = ("email", "hostname", "uri")
+_FORMATS = (*COSTLY_FORMATS, "date", "time", "date-time", "duration", "ipv4", "ipv6", "uuid")
+_REF = "#/$defs/"
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_TYPES_OF: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("properties", "required", "additionalProperties"), ("object",)),
+    **dict.fromkeys(("items", "prefixItems", "minItems", "maxItems"), ("array",)),
+    **dict.fromkeys(_BOUNDS, ("integer", "number")),
+    "format": ("string",),
+}
+_ALONE: Mapping[str, set[str]] = {"$ref": set(), "anyOf": set(), "enum": {"type"}, "const": {"type"}}
+"""The keywords that the grammar follows alone, and those that may be beside them."""
 _REMARKS = ("$defs", "$schema", "title", "description", "default", "examples")
 
 
@@ -65,7 +82,7 @@ class _Check:
     def __init__(self, schema: Any, name: str) -> None:
         self._schema, self._name = schema, name
         self._definitions: Mapping[str, Any] = {}
-        self._counts = {"parts": 0, "properties": 0, "enum values": 0, "items": 0, "formats and bounds": 0}
+        self._counts: Counter[str] = Counter()
 
     def run(self) -> None:
         if not isinstance(self._schema, dict):
@@ -73,6 +90,8 @@ class _Check:
         definitions = self._schema.get("$defs", {})
         if not isinstance(definitions, dict):
             raise BadRequest(f"{self._name}.$defs must be an object")
+        if any("/" in name for name in definitions):
+            raise BadRequest(f"{self._name}.$defs has a name with '/', which is not supported here")
         self._definitions = definitions
         self._part(self._schema, self._name, 0)
         self._refuse_recursion()
@@ -100,26 +119,32 @@ class _Check:
     def _check_together(self, part: Mapping[str, Any], where: str) -> None:
         """Requires keywords that the grammar follows together. It ignores some of others without a word."""
         rules = [keyword for keyword in part if keyword not in _REMARKS]
-        alone = next((keyword for keyword in ("$ref", "anyOf") if keyword in part), None)
-        if alone and len(rules) > 1:
-            raise BadRequest(f"{where} has {', '.join(rules)}: beside {alone} only remarks are supported here")
-        types = part.get("type", ())
+        alone = next((keyword for keyword in _ALONE if keyword in part), None)
+        if alone and set(rules) - _ALONE[alone] - {alone}:
+            beside = " and ".join(("remarks", *_ALONE[alone]))
+            raise BadRequest(f"{where} has {', '.join(rules)}: beside {alone} only {beside} are supported here")
+        types = _types(part)
         for keyword in rules:
-            kind = _TYPE_OF.get(keyword)
-            if kind and kind not in ((types,) if isinstance(types, str) else types):
-                raise BadRequest(f"{where}.{keyword} needs the type {kind}")
+            kinds = _TYPES_OF.get(keyword)
+            if kinds and not set(kinds) & set(types):
+                raise BadRequest(f"{where}.{keyword} needs the type {' or '.join(kinds)}")
+        for value in (*part.get("enum", ()), *([part["const"]] if "const" in part else ())):
+            if types and not any(_has_type(value, kind) for kind in types):
+                raise BadRequest(f"{where} has the value {json.dumps(value)[:40]}, which is not of its type")
 
     def _check_values(self, part: Mapping[str, Any], where: str) -> None:
         self._count("properties", len(part.get("properties", ())), MAX_PROPERTIES)
         self._count("enum values", len(part.get("enum", ())), MAX_VALUES)
         self._count("items", part.get("minItems", 0) + part.get("maxItems", 0), MAX_ITEMS)
         self._count("formats and bounds", len(part.keys() & (_BOUNDS | {"format"})), MAX_RULES)
-        for bound in _BOUNDS & part.keys() if "integer" in part.get("type", ()) else ():
-            if part[bound] != int(part[bound]):
-                raise BadRequest(f"{where}.{bound} of an integer must be a whole number")
-        for low, high in _RANGES:
-            if part.get(low, -math.inf) > part.get(high, math.inf):
-                raise BadRequest(f"{where}: {low} {part[low]} is above {high} {part[high]}")
+        self._count(f"formats {', '.join(COSTLY_FORMATS)}", part.get("format") in COSTLY_FORMATS, MAX_COSTLY)
+        if part.get("additionalProperties", False) is not False:
+            names = part.get("properties", {})
+            self._count("property names beside additionalProperties", len(names), MAX_OPEN_NAMES)
+            size = sum(len(json.dumps(name, ensure_ascii=False).encode()) - 2 for name in names)
+            self._count("bytes of property names beside additionalProperties", size, MAX_OPEN_BYTES)
+        _check_range(part, where)
+        _check_length(part, where)
         missing = set(part.get("required", ())) - set(part.get("properties", ()))
         if missing:
             raise BadRequest(f"{where}.required names {min(missing)[:40]!r}, which is not among its properties")
@@ -140,6 +165,43 @@ class _Check:
                 del leads[name]
         if leads:
             raise BadRequest(f"{self._name}.$defs.{min(leads)[:40]} leads back to itself, which is not supported here")
+
+
+def _check_range(part: Mapping[str, Any], where: str) -> None:
+    """Requires bounds that the grammar can hold, with at least one number between them."""
+    decimals = 0 if "integer" in _types(part) else _DECIMALS
+    given = {bound: part[bound] for bound in sorted(_BOUNDS & part.keys())}
+    for bound, value in given.items():
+        if round(value, decimals) != value:
+            most = "a whole number" if decimals == 0 else f"a number of at most {decimals} decimals"
+            raise BadRequest(f"{where}.{bound} must be {most}")
+    steps = {bound: round(Fraction(value) * 10**decimals) for bound, value in given.items()}
+    low = max(steps.get("minimum", -math.inf), steps.get("exclusiveMinimum", -math.inf) + 1)
+    high = min(steps.get("maximum", math.inf), steps.get("exclusiveMaximum", math.inf) - 1)
+    if low > high:
+        raise BadRequest(f"{where}: no number lies within {', '.join(f'{bound} {given[bound]}' for bound in given)}")
+
+
+def _check_length(part: Mapping[str, Any], where: str) -> None:
+    """Requires an array's length that its items can have. The grammar allows only the items that a schema describes."""
+    least, most, first = part.get("minItems", 0), part.get("maxItems", math.inf), len(part.get("prefixItems", ()))
+    if least > most:
+        raise BadRequest(f"{where}: minItems {least} is above maxItems {most}")
+    if first > most:
+        raise BadRequest(f"{where}: maxItems {most} is below the number of its prefixItems, {first}")
+    if "items" not in part and (least > first or (most < math.inf and not first)):
+        raise BadRequest(f"{where}: minItems and maxItems beyond its prefixItems need items")
+
+
+def _types(part: Mapping[str, Any]) -> Sequence[str]:
+    types = part.get("type", ())
+    return (types,) if isinstance(types, str) else types
+
+
+def _has_type(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, _PYTHON_TYPES[kind])
 
 
 def _inner(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

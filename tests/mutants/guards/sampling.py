@@ -280,6 +280,20 @@ MUTANTS = (
         f"{_OPENAI}/test_json_schema.py",
     ),
     Mutant(
+        "openai: an empty range has no grammar",
+        "app/services/openai/json_schema.py",
+        "    if low > high:",
+        "    if False:",
+        f"{_OPENAI}/test_json_schema.py",
+    ),
+    Mutant(
+        "openai: a grammar ignores rules beside values",
+        "app/services/openai/json_schema.py",
+        "if alone and set(rules) - _ALONE[alone] - {alone}:",
+        "if False:",
+        f"{_OPENAI}/test_json_schema.py",
+    ),
+    Mutant(
         "openai: an outage is waited for",
         "app/services/openai/streaming.py",
         "if not is_outage(error):\n                raise\n            time",

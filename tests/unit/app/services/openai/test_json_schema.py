@@ -9,9 +9,13 @@ import pytest
 
 from app.errors import BadRequest
 from app.services.openai.json_schema import (
+    COSTLY_FORMATS,
     MAX_BYTES,
+    MAX_COSTLY,
     MAX_DEPTH,
     MAX_ITEMS,
+    MAX_OPEN_BYTES,
+    MAX_OPEN_NAMES,
     MAX_PARTS,
     MAX_PROPERTIES,
     MAX_RULES,
@@ -33,6 +37,14 @@ def record(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{i}": TEXT for i in range(count)}}
 
 
+def open_record(*names: str) -> dict[str, Any]:
+    return {"type": "object", "properties": dict.fromkeys(names, TEXT), "additionalProperties": TEXT}
+
+
+def tuple_of(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "prefixItems": list(parts)}
+
+
 GOOD: dict[str, dict[str, Any]] = {
     "anything": {},
     "a record": {**record(2), "required": ["p0"], "additionalProperties": False, "title": "R", "description": "d"},
@@ -44,6 +56,15 @@ GOOD: dict[str, dict[str, Any]] = {
         "$ref": "#/$defs/a",
         "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}, {"$ref": "#/$defs/c"}]}, "b": TEXT, "c": nested(1)},
     },
+    "values of a type": {"type": ["integer", "boolean", "null"], "enum": [1, True, None], "title": "t"},
+    "a number's value": {"type": "number", "const": 1},
+    "one whole number": {"type": "integer", "exclusiveMinimum": 4, "exclusiveMaximum": 6},
+    "one number": {"type": "number", "minimum": 0.1, "maximum": 0.1},
+    "the narrowest range": {"type": "number", "exclusiveMinimum": 5, "exclusiveMaximum": 5.000002},
+    "a tuple and more": {**tuple_of(TEXT, TEXT), "items": TEXT, "minItems": 3, "maxItems": 4},
+    "a tuple's length": {**tuple_of(TEXT, TEXT), "minItems": 2, "maxItems": 2},
+    "the longest open names": open_record("é" * (MAX_OPEN_BYTES // 2)),
+    "the most open names": open_record(*(f"{i}" for i in range(MAX_OPEN_NAMES))),
     "the deepest": nested(MAX_DEPTH),
     "the widest": record(MAX_PROPERTIES),
 }
@@ -71,7 +92,31 @@ BAD: dict[str, tuple[Any, str]] = {
     "a count below zero": ({"type": "array", "minItems": -1}, "schema.minItems"),
     "a count of yes": ({"type": "array", "minItems": True}, "schema.minItems"),
     "more than most": ({"type": "array", "minItems": 3, "maxItems": 2}, "minItems 3 is above maxItems 2"),
-    "an empty range": ({"type": "number", "exclusiveMinimum": 2, "maximum": 1}, "is above maximum 1"),
+    "an empty range": (
+        {"type": "number", "exclusiveMinimum": 2, "maximum": 1},
+        "no number lies within exclusiveMinimum 2, maximum 1",
+    ),
+    "no whole number between": (
+        {"type": "integer", "exclusiveMinimum": 5, "exclusiveMaximum": 6},
+        "no number lies within exclusiveMaximum 6, exclusiveMinimum 5",
+    ),
+    "no number below itself": ({"type": "number", "minimum": 5, "exclusiveMaximum": 5}, "no number lies within"),
+    "no number that is written": (
+        {"type": "number", "exclusiveMinimum": 5, "exclusiveMaximum": 5.000001},
+        "no number lies within",
+    ),
+    "a fine number": ({"type": "number", "minimum": 0.1234567}, "at most 6 decimals"),
+    "a bound of anything": ({"minimum": 5}, "schema.minimum needs the type integer or number"),
+    "a bound of values": ({"type": "integer", "enum": [1], "maximum": 5}, "beside enum only remarks and type"),
+    "values and a value": ({"enum": [1], "const": 1}, "beside enum only"),
+    "a format of a value": ({"type": "string", "const": "a", "format": "date"}, "beside const only"),
+    "values of another type": ({"type": "integer", "enum": [1, "a"]}, 'the value "a", which is not of its type'),
+    "a value of another type": ({"type": ["integer", "null"], "const": True}, "the value true"),
+    "fewer than the first": ({**tuple_of(TEXT, TEXT), "maxItems": 1}, "maxItems 1 is below"),
+    "more than the first": ({**tuple_of(TEXT), "minItems": 2}, "need items"),
+    "a length of anything": ({"type": "array", "maxItems": 2}, "need items"),
+    "a path to a definition": ({"$ref": "#/$defs/a/b", "$defs": {"a/b": TEXT}}, "has a name with '/'"),
+    "a type of types": ({"type": [["string"]]}, "schema.type has a value"),
     "a huge number": ({"type": "number", "maximum": 1e300}, "schema.maximum"),
     "no number": ({"const": float("nan")}, "holds NaN"),
     "half a number": ({"type": ["null", "integer"], "minimum": 0.5}, "must be a whole number"),
@@ -83,6 +128,18 @@ BAD: dict[str, tuple[Any, str]] = {
     "too many bounds": (
         {"type": "array", "prefixItems": [{"type": "number", "minimum": 0}] * (MAX_RULES + 1)},
         f"more than {MAX_RULES} formats and bounds",
+    ),
+    "too many costly formats": (
+        tuple_of(*({"type": "string", "format": COSTLY_FORMATS[i % 3]} for i in range(MAX_COSTLY + 1))),
+        f"more than {MAX_COSTLY} formats {', '.join(COSTLY_FORMATS)}",
+    ),
+    "too many open names": (
+        tuple_of(*(open_record("ab", "cd") for _ in range(MAX_OPEN_NAMES))),
+        f"more than {MAX_OPEN_NAMES} property names beside additionalProperties",
+    ),
+    "too long open names": (
+        {**open_record("é" * (MAX_OPEN_BYTES // 2), "a"), "additionalProperties": True},
+        f"more than {MAX_OPEN_BYTES} bytes of property names",
     ),
     "too large": ({"const": "a" * MAX_BYTES}, f"at most {MAX_BYTES}"),
 }
