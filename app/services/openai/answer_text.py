@@ -76,6 +76,7 @@ class ThoughtText:
 
     def __init__(self, place: Thoughts) -> None:
         self._place = place
+        self._held: list[str] = []  # white space before the kept text, in pieces: no delta reads it again
         self._kept = ""
         self._at_start = place is not Thoughts.NONE
 
@@ -89,28 +90,42 @@ class ThoughtText:
 
     def finish(self) -> tuple[str, str]:
         """The (thoughts, text) that might have become a tag."""
+        rest = self._released() + self._kept
         if self._place is Thoughts.OPENED:
-            return (self._kept.lstrip("\n") if self._at_start else self._kept).rstrip("\n"), ""
-        return "", self._kept
+            return (rest.lstrip("\n") if self._at_start else rest).rstrip("\n"), ""
+        return "", rest
 
     def _open(self) -> None:
         begun = self._kept.lstrip()
-        if begun.startswith(_OPEN):
+        if not begun:
+            self._held.append(self._kept)
+            self._kept = ""
+        elif begun.startswith(_OPEN):
+            self._held.clear()
             self._place, self._kept = Thoughts.OPENED, begun.removeprefix(_OPEN)
         elif not _OPEN.startswith(begun):
-            self._place, self._at_start = Thoughts.NONE, False
+            self._place, self._at_start, self._kept = Thoughts.NONE, False, self._released() + self._kept
 
     def _think(self) -> str:
         found = self._kept.find(_CLOSE)
         upto = found if found >= 0 else len(self._kept) - held_back(self._kept, [_CLOSE])
-        inside = self._kept[:upto].rstrip("\n")
-        shown = inside.lstrip("\n") if self._at_start else inside
-        self._at_start = self._at_start and not shown
+        inside, self._kept = self._kept[:upto], self._kept[upto:]
+        shown = inside.rstrip("\n")
+        breaks = inside[len(shown) :]
+        if shown:
+            shown = self._released() + shown
+            shown = shown.lstrip("\n") if self._at_start else shown
+            self._at_start = False
+        self._held.append(breaks)
         if found >= 0:
-            self._place, self._at_start, self._kept = Thoughts.NONE, True, self._kept[found + len(_CLOSE) :]
-        else:
-            self._kept = self._kept[len(inside) :]
+            self._held.clear()
+            self._place, self._at_start, self._kept = Thoughts.NONE, True, self._kept.removeprefix(_CLOSE)
         return shown
+
+    def _released(self) -> str:
+        held = "".join(self._held)
+        self._held.clear()
+        return held
 
     def _answer(self) -> str:
         shown, self._kept = self._kept.lstrip("\n") if self._at_start else self._kept, ""

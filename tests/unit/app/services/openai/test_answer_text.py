@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from app.services.openai.answer_text import AnswerText, ParseOptions, Thoughts, thoughts_of
@@ -60,9 +62,37 @@ def test_a_call_that_is_only_a_thought_is_none(size: int):
     assert parts(ParseOptions(Thoughts.NONE), whole, size) == ("", whole, [])
 
 
-def test_thoughts_of_any_length_are_read_in_linear_time():
-    whole = "<think>" + "\n<" * 20_000
-    assert parts(ParseOptions(Thoughts.TAGGED), whole, 1)[0] == "<" + "\n<" * 19_999
+def seconds(before: str, piece: str, count: int) -> float:
+    """The processor's seconds for `count` deltas, the least of three runs."""
+    found = []
+    for _ in range(3):
+        answer = AnswerText(ParseOptions(Thoughts.TAGGED))
+        answer.split(Delta(0, before))
+        began = time.process_time()
+        for _ in range(count):
+            answer.split(Delta(0, piece))
+        found.append(time.process_time() - began)
+    return min(found)
+
+
+@pytest.mark.parametrize(
+    ("before", "piece"), [("<think>a", "\n" * 8), ("<think>", "\n" * 8), ("", " " * 64), ("<think>", "\n<")]
+)
+def test_thoughts_of_any_length_are_read_in_linear_time(before: str, piece: str):
+    assert seconds(before, piece, 16_000) < 24 * seconds(before, piece, 2_000), "8 is linear, 64 quadratic"
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_line_breaks_within_thoughts_are_kept(size: int):
+    breaks = "\n" * 50
+    whole = f"<think>{breaks} a{breaks}<b{breaks}</think>{breaks}yes{breaks}"
+    assert parts(ParseOptions(Thoughts.TAGGED), whole, size) == (f" a{breaks}<b", f"yes{breaks}", [])
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("whole", [" \n" * 50, " \n" * 50 + "yes", " \n" * 50 + "<thin"])
+def test_white_space_before_a_text_without_thoughts_is_kept(whole: str, size: int):
+    assert parts(ParseOptions(Thoughts.TAGGED), whole, size) == ("", whole, [])
 
 
 @pytest.mark.parametrize(
