@@ -110,8 +110,8 @@ class OpenAiService:
         call then."""
         model = self._model(caller, asked["model"])
         top, echo, most = asked["logprobs"], asked["echo"], asked["max_tokens"]
-        ids = asked["return_token_ids"]
-        options = Options(scores=top is not None, ids=ids, echo=echo, hidden=most == 0)
+        with_ids = asked["return_token_ids"]
+        options = Options(scores=top is not None, ids=with_ids, echo=echo, hidden=most == 0)
         sampling = _sampling(asked, most, top or 0)
         requests = [
             model.request(sampling, prompt, score_prompt=echo and options.scores)
@@ -119,7 +119,7 @@ class OpenAiService:
         ]
         if echo and options.scores:  # every choice repeats its prompt
             check_size("echo with logprobs", asked["n"] * (1 + top), sum(len(request.prompt) for request in requests))
-        form = CompletionForm(top, ids=ids, with_usage=_with_usage(asked))
+        form = CompletionForm(top, ids=with_ids, with_usage=_with_usage(asked))
         return self._answer(caller, model, asked["model"], requests, form, options, gone)
 
     def chat(self, caller: Caller, asked: Mapping[str, Any], gone: Gone) -> Answer:

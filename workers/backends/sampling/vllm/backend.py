@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,9 @@ from workers.backends.sampling.vllm.engine import EngineThread
 from workers.backends.sampling.vllm.requests import Sample, may_read_cache
 from workers.backends.sampling.vllm.slots import SequenceSlots, without_reserve
 from workers.models import base_model, experts, full_weights, lora, packed, peft_files
+
+_NATIVE_PLACE = re.compile(r"\[[0-9:]+\] /[^ ]+: ")
+"""The time and source line with which xgrammar's C++ begins an error: "[21:14:23] /project/cpp/x.cc:4944: "."""
 
 
 class VllmSampler:
@@ -184,7 +188,7 @@ class VllmSampler:
 
     def _op_error(self, error: Exception, what: str, by_user: bool) -> OpError:
         kind = UserOpError if by_user and self.healthy() else ServerOpError
-        return kind(f"{what}: {error!r}")
+        return kind(f"{what}: {_NATIVE_PLACE.sub('', repr(error))}")
 
 
 def _is_refusal(error: Exception) -> bool:

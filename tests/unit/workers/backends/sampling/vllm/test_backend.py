@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import xgrammar
 from transformers import AutoModelForCausalLM
 
 from app.errors import ServerOpError, UnservableModel
@@ -83,3 +84,11 @@ def test_router_replay_is_refused_in_one_line_before_the_engine_starts() -> None
         "base model 'tiny': the vLLM sampler records no experts, so router_replay cannot be on; turn it off, or set "
         'sampler.backend to "transformers"'
     )
+
+
+def test_an_error_of_a_schema_names_no_source_file():
+    with pytest.raises(RuntimeError) as native:
+        xgrammar.Grammar.from_json_schema('{"type": "array", "minItems": 1}')
+    assert ".cc" in str(native.value)
+    text = str(VllmSampler(BaseModelSettings(name="m", path="/m"))._op_error(native.value, "sampling", by_user=False))
+    assert ("minItems" in text, ".cc" in text) == (True, False)
