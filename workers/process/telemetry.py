@@ -108,8 +108,7 @@ def serve_metrics(configured: int, environ: Mapping[str, str] = os.environ) -> s
 
 def commit_refused(entry: Entry, epoch: int) -> None:
     REFUSED.inc()
-    if _op_traces:
-        _op_traces.abandoned(entry.request_id, "another worker owns the model")
+    op_abandoned(entry.request_id, "another worker owns the model")
     where = {"model_id": entry.request_id.rpartition(":")[0], "seq": entry.seq, "epoch": epoch}
     log.warning("commit refused", extra={"request_id": entry.request_id, **where})
 
@@ -153,12 +152,18 @@ def restored(request_id: str, seconds: float) -> None:
         _op_traces.restored(request_id, seconds)
 
 
-def op_retried(request_id: str, kind: str, why: object) -> None:
+def op_retried(request_id: str, kind: str, why: str) -> None:
     """An attempt ended without a result, and another one follows."""
     if _task_events and kind in KINDS:
-        _task_events.retried(request_id, str(why))
+        _task_events.retried(request_id, why)
     if _op_traces:
-        _op_traces.abandoned(request_id, str(why))
+        _op_traces.abandoned(request_id, why)
+
+
+def op_abandoned(request_id: str, why: str) -> None:
+    """An attempt ended without a result. Another worker has the result, or the next attempt reports this one."""
+    if _op_traces:
+        _op_traces.abandoned(request_id, why)
 
 
 def op_failed(request_id: str, kind: str) -> None:

@@ -101,10 +101,7 @@ class SampleRunner:
             self._run_last_attempts()
             if self._oplog.outcome(request_id) is None:
                 raise Requeue(f"{request_id} waits for its last attempt") from None
-        outcome = self._oplog.outcome(request_id)
-        if outcome is not None and outcome.failed:
-            telemetry.op_failed(request_id, "sample")  # also one that was cancelled
-        return outcome
+        return self._oplog.outcome(request_id)
 
     def hand_back(self) -> list[str]:
         """Puts back all requests that run here, at no attempt, for a process that ends before they do. Begins no
@@ -160,9 +157,19 @@ class SampleRunner:
         cancelled."""
         log.info("sample stopped: %s", reason, extra={"request_id": request_id})
         self._put_off(request_id, tokens_used)
-        if self._oplog.outcome(request_id) is None:
-            telemetry.op_retried(request_id, "sample", reason)
+        if not self._ended_elsewhere(request_id):
+            telemetry.op_retried(request_id, "sample", type(reason).__name__)
             raise Requeue(f"{request_id}: {reason}")
+
+    def _ended_elsewhere(self, request_id: str) -> bool:
+        """Reports the end of a request that was cancelled, or that another worker finished first; that worker sends
+        the event of a success itself. False while it has no result."""
+        outcome = self._oplog.outcome(request_id)
+        if outcome is not None and outcome.failed:
+            telemetry.op_failed(request_id, "sample")
+        elif outcome is not None:
+            telemetry.op_abandoned(request_id, "another worker was faster")
+        return outcome is not None
 
     def _put_off(self, request_id: str, tokens_used: int) -> None:
         put_back = partial(self._oplog.put_off_sample, request_id, self._worker, tokens_used)
@@ -177,6 +184,8 @@ class SampleRunner:
             self._put_off(entry.request_id, handle.tokens_used)
             if routes is not None:
                 self._route_files.remove(routes)
+            self._ended_elsewhere(entry.request_id)
+            return
         telemetry.op_done(entry, failed=result.failed, run_s=ran - started, commit_s=time.monotonic() - ran)
 
     def _attempt(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> _Ran:

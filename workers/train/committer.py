@@ -94,7 +94,7 @@ class Committer:
                 self._commit(resident, resident.uncommitted[0])
         except Unavailable as error:
             for pending in resident.uncommitted:
-                telemetry.op_retried(pending.entry.request_id, pending.entry.kind, error)
+                telemetry.op_retried(pending.entry.request_id, pending.entry.kind, type(error).__name__)
             self._put_off(resident)
             raise
         except Fenced:
@@ -179,8 +179,10 @@ class Committer:
             # A server is away, another worker owns a model, or this worker is too old for the last Op.
             for op in group:
                 self._owner.put_off(op.resident.lease, op.entry.seq)
-                if not isinstance(error, Fenced):  # else its owner may have ended it
-                    telemetry.op_retried(op.entry.request_id, op.entry.kind, error)
+                if isinstance(error, Fenced):  # its owner may have ended it
+                    telemetry.op_abandoned(op.entry.request_id, type(error).__name__)
+                else:
+                    telemetry.op_retried(op.entry.request_id, op.entry.kind, type(error).__name__)
             raise
         except Exception as error:
             for op in group:

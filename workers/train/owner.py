@@ -233,6 +233,7 @@ class Owner:
         lives."""
         if resident is not None:
             for pending in list(resident.uncommitted):
+                telemetry.op_abandoned(pending.entry.request_id, "the model's state was discarded")
                 self.put_off(resident.lease, pending.entry.seq)
         with contextlib.suppress(redis.RedisError):  # it lapses by itself
             if self._keeper.holds(model_id):

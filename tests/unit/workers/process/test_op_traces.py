@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import redis
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
 from app.domain import ops
 from app.domain.ops import Op
-from app.errors import Requeue
+from app.errors import Fenced, Requeue, Unavailable
 from app.tracing.tracer import Tracer
 from tests.unit.workers.conftest import MODEL, World, step
 from workers.process import telemetry
@@ -23,7 +24,8 @@ class Traces:
         self._world = world
         self._exporter = InMemorySpanExporter()
         self._tracer = Tracer(self._exporter, "tests")
-        telemetry.trace_ops(OpTraces(self._tracer, world.oplog.trace_of))
+        self._op_traces = OpTraces(self._tracer, world.oplog.trace_of)
+        telemetry.trace_ops(self._op_traces)
 
     def admit(self, seq: int, op: Op) -> None:
         payload = ops.encode(op)
@@ -32,6 +34,10 @@ class Traces:
     def spans(self) -> list[ReadableSpan]:
         self._tracer.flush()
         return list(self._exporter.get_finished_spans())
+
+    def kept(self) -> list[str]:
+        """The attempts that have not ended."""
+        return list(self._op_traces._running)
 
     def names(self) -> list[str]:
         return [span.name for span in self.spans()]
@@ -52,8 +58,9 @@ def test_an_op_waits_runs_and_commits_in_the_trace_of_its_request(world: World, 
     assert [span.name for span in spans] == ["queue", "run", "commit"]
     parents = {f"{span.parent.trace_id:032x}-{span.parent.span_id:016x}" for span in spans if span.parent}
     assert parents == {REQUEST[3:-3]}
-    times = [time for span in spans for time in (span.start_time, span.end_time)]
-    assert times == sorted(times)
+    queued, ran, _ = spans
+    assert queued.end_time == ran.start_time
+    assert all((span.start_time or 0) <= (span.end_time or 0) for span in spans)
 
 
 def test_the_spans_of_an_op_have_its_ids_and_counts_alone(world: World, traces: Traces):
@@ -118,3 +125,47 @@ def test_an_op_that_was_admitted_without_a_trace_runs_without_spans(world: World
     world.admit(1, step()[0])
     assert worker.handle(1) is not None
     assert traces.names() == []
+
+
+def test_no_attempt_is_kept_when_its_commit_is_in_doubt(world: World, traces: Traces, monkeypatch: pytest.MonkeyPatch):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    traces.admit(1, step()[0])
+
+    def cut_off(*_: object) -> None:
+        raise redis.ConnectionError("cut off at state.internal:6379")
+
+    monkeypatch.setattr(world.oplog, "commit", cut_off)
+    with pytest.raises(Requeue):
+        worker.handle(1)
+    assert traces.kept() == []
+
+
+def test_no_attempt_is_kept_when_another_worker_owns_the_model_during_the_pass(
+    world: World, traces: Traces, monkeypatch: pytest.MonkeyPatch
+):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    traces.admit(1, step()[0])
+
+    def fenced(*_: object) -> None:
+        raise Fenced("another worker owns it")
+
+    monkeypatch.setattr(worker.backend, "apply", fenced)
+    with pytest.raises(Requeue):
+        worker.handle(1)
+    assert traces.kept() == []
+
+
+def test_no_span_has_the_text_of_an_error(world: World, traces: Traces, monkeypatch: pytest.MonkeyPatch):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    traces.admit(1, step()[0])
+
+    def away(*_: object) -> None:
+        raise Unavailable("the bucket secret-bucket at /srv/private is away")
+
+    monkeypatch.setattr(worker.backend, "apply", away)
+    with pytest.raises(Requeue):
+        worker.handle(1)
+    assert [span.status.description for span in traces.spans()] == [None, "Unavailable"]
