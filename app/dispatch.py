@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import redis
@@ -39,6 +40,7 @@ _CONTROL_REPLY_S = 60
 # Most events that wait while the broker hangs; further ones are lost.
 _MOST_EVENTS = 10_000
 _SENT_TOGETHER = 100
+_CLOSING_S = 2
 _LONGEST_REASON = 200
 
 
@@ -118,6 +120,7 @@ class TaskEvents:
         self._waiting: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue(_MOST_EVENTS)
         self._thread = threading.Thread(target=self._run, name="task-events", daemon=True)
         self._starting = threading.Lock()
+        self._warned = False
 
     def admitted(self, request_id: str, kind: str, project: str) -> None:
         """The future waits: PENDING in Flower."""
@@ -125,15 +128,16 @@ class TaskEvents:
             self._put("task-sent", request_id, **_described(request_id, kind, project))
 
     def started(self, request_id: str, kind: str, project: str, attempts: int) -> None:
-        """An attempt begins: STARTED. `attempts` is the number of earlier ones that ended with their worker."""
+        """An attempt begins: STARTED. `attempts` is the number of earlier ones that broke their backend or ended with
+        their worker. They send no RETRY themselves, so the next attempt does."""
         if attempts:
-            self.retried(request_id, f"attempt {attempts} ended with its worker")
+            self.retried(request_id, f"attempt {attempts} broke its backend or ended with its worker")
         described = _described(request_id, kind, project)
         self._put_own("task-received", request_id, **described, retries=attempts, eta=None, expires=None)
         self._put_own("task-started", request_id)
 
     def retried(self, request_id: str, why: str) -> None:
-        """The attempt ended without a result, and another one follows: RETRY."""
+        """An attempt ended without a result, and another one follows: RETRY."""
         self._put_own("task-retried", request_id, exception=why[:_LONGEST_REASON], traceback="")
 
     def ended(self, request_id: str, *, failed: bool, took_s: float = 0.0) -> None:
@@ -144,10 +148,11 @@ class TaskEvents:
             self._put_own("task-succeeded", request_id, result="", runtime=took_s)
 
     def close(self) -> None:
-        """Sends the waiting events and ends the thread."""
+        """Sends the waiting events and ends the thread. Gives up when the broker hangs."""
         if self._thread.is_alive():
-            self._waiting.put(None)
-            self._thread.join(2)
+            with suppress(queue.Full):
+                self._waiting.put(None, timeout=_CLOSING_S)
+                self._thread.join(_CLOSING_S)
 
     def _put_own(self, type_: str, request_id: str, **fields: Any) -> None:
         if self._celery.conf.worker_send_task_events:
@@ -171,6 +176,13 @@ class TaskEvents:
                 self._send([event for event in batch if event is not None])
             except (OperationalError, redis.RedisError, OSError) as error:
                 log.debug("%d task events are lost: %s", len(batch), error)
+            except Exception as error:  # the thread must live, else no later event is sent
+                self._warn_once(error)
+
+    def _warn_once(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("task events are lost", exc_info=error)
 
     def _rest(self) -> Iterator[tuple[str, dict[str, Any]] | None]:
         while not self._waiting.empty():
@@ -178,7 +190,7 @@ class TaskEvents:
 
     def _send(self, events: Sequence[tuple[str, dict[str, Any]]]) -> None:
         with self._celery.events.default_dispatcher(hostname=self._node) as dispatcher:
-            dispatcher.buffer_group = {"task"}  # one message for all of them
+            dispatcher.buffer_group, dispatcher.buffer_limit = {"task"}, len(events) + 1  # one message for all of them
             for type_, fields in events:
                 dispatcher.send(type_, **fields)
             dispatcher.flush()

@@ -65,6 +65,14 @@ if workers > 1:
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp(prefix="tinsmith-metrics-")
 
 
+def worker_exit(server: Any, worker: Any) -> None:
+    """Sends the task events and spans that wait in a process that ends. One that could not start has none."""
+    from app.api.base import EXTENSION
+
+    if application := getattr(worker, "wsgi", None):
+        application.extensions[EXTENSION].close()
+
+
 def child_exit(server: Any, worker: Any) -> None:
     """Stops counting the held polls of a process that has ended; its counters stay."""
     if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):

@@ -62,6 +62,7 @@ class Services:
     records: RedisRecords
     objects: ObjectStore
     bases: BaseModels
+    dispatcher: Dispatcher
     admission: AdmissionService
     quotas: QuotaService
     sessions: SessionService
@@ -88,6 +89,12 @@ class Services:
     audit: AuditService
     usage: UsageService
     tracer: Tracer | None
+
+    def close(self) -> None:
+        """Sends the task events and spans that wait, for a process that ends."""
+        self.dispatcher.events.close()
+        if self.tracer:
+            self.tracer.flush()
 
 
 def build(settings: Settings) -> Services:
@@ -142,6 +149,7 @@ def build(settings: Settings) -> Services:
         records=records,
         objects=objects,
         bases=bases,
+        dispatcher=dispatcher,
         admission=admission,
         quotas=quotas,
         sessions=SessionService(records, lifecycle, objects, teardown, quotas),

@@ -153,7 +153,7 @@ def restored(request_id: str, seconds: float) -> None:
 
 
 def op_retried(request_id: str, kind: str, why: str) -> None:
-    """An attempt ended without a result, and another one follows."""
+    """An attempt ended without a result and is not counted; another one follows."""
     if _task_events and kind in KINDS:
         _task_events.retried(request_id, why)
     if _op_traces:
@@ -161,7 +161,8 @@ def op_retried(request_id: str, kind: str, why: str) -> None:
 
 
 def op_abandoned(request_id: str, why: str) -> None:
-    """An attempt ended without a result. Another worker has the result, or the next attempt reports this one."""
+    """An attempt ended without a result. Another worker has the result, or this attempt is counted and the next one
+    reports it."""
     if _op_traces:
         _op_traces.abandoned(request_id, why)
 

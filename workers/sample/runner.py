@@ -203,7 +203,7 @@ class SampleRunner:
             if not self._backend.healthy():
                 # The engine died during the request: this process is about to end, and another one runs the request
                 # again.
-                telemetry.op_retried(entry.request_id, entry.kind, "the engine has died")
+                telemetry.op_abandoned(entry.request_id, "the engine has died")
                 raise Requeue(f"{entry.request_id}: {error}") from None
             return _Ran(results.of_error(_op_error(entry, error)))
 

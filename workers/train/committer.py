@@ -186,7 +186,7 @@ class Committer:
             raise
         except Exception as error:
             for op in group:
-                telemetry.op_retried(op.entry.request_id, op.entry.kind, f"the backend failed: {type(error).__name__}")
+                telemetry.op_abandoned(op.entry.request_id, f"the backend failed: {type(error).__name__}")
             why = f"{', '.join(op.entry.request_id for op in group)} broke the backend: {type(error).__name__}"
             log.exception(why)
             raise Broken(why, *((op.resident.lease, op.entry.seq) for op in group)) from error

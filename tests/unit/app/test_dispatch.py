@@ -1,7 +1,9 @@
-"""Dispatch while the broker is full or down."""
+"""Dispatch and task events while the broker is full, down or hangs."""
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +13,8 @@ import redis
 from celery import Celery
 from kombu import Consumer, Exchange, Queue
 
-from app.dispatch import Dispatcher, TickSender, celery_app
+from app import dispatch
+from app.dispatch import Dispatcher, TaskEvents, TickSender, celery_app
 from app.settings import RedisSettings, Settings
 from app.stores.redis.client import connect
 from app.stores.redis.types import Holder
@@ -104,3 +107,55 @@ def test_a_consumer_whose_broadcasts_lose_their_connection_hears_of_it_and_does_
                 assert isinstance(reading.exception(timeout=30), connection.connection_errors)
             finally:
                 broker.execute_command("CLIENT KILL TYPE normal")  # a thread that waits ends
+
+
+def test_task_events_go_on_after_any_error_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    events, tried = TaskEvents(away(tmp_path)), threading.Semaphore(0)
+
+    def fail(_: object) -> None:
+        tried.release()
+        raise ValueError("nobody knows")
+
+    monkeypatch.setattr(events, "_send", fail)
+    with caplog.at_level(logging.WARNING, logger=dispatch.__name__):
+        for seq in range(3):
+            events.admitted(f"s:{seq}", "sample", "me")
+            assert tried.acquire(timeout=30)
+        events.close()
+    assert [record.getMessage() for record in caplog.records] == ["task events are lost"]
+
+
+def test_an_orderly_stop_does_not_wait_for_task_events_that_a_hanging_broker_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(dispatch, "_MOST_EVENTS", 1)
+    monkeypatch.setattr(dispatch, "_CLOSING_S", 0.05)
+    events, hanging, free = TaskEvents(away(tmp_path)), threading.Event(), threading.Event()
+
+    def hang(_: object) -> None:
+        hanging.set()
+        free.wait(60)
+
+    monkeypatch.setattr(events, "_send", hang)
+    events.admitted("s:0", "sample", "me")
+    assert hanging.wait(30)
+    events.admitted("s:1", "sample", "me")  # the queue is full
+    closing = threading.Thread(target=events.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    try:
+        assert not closing.is_alive()
+    finally:
+        free.set()
+
+
+def test_events_that_wait_together_are_one_message(url: str, broker: redis.Redis, tmp_path: Path):
+    events = TaskEvents(at(url, tmp_path))
+    with broker.pubsub(ignore_subscribe_messages=True) as messages:
+        messages.psubscribe("*celeryev*")
+        messages.get_message(timeout=5)
+        events._send([("task-sent", {"uuid": f"s:{seq}", "timestamp": 0.0}) for seq in range(60)])
+        assert messages.get_message(timeout=5) is not None
+        assert messages.get_message(timeout=0.2) is None

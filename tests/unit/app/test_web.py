@@ -5,15 +5,17 @@ from __future__ import annotations
 import runpy
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from gunicorn import glogging
 from gunicorn.config import Config
 
 from app import create_app
+from app.api.base import EXTENSION
 from app.errors import SetupError
 from app.gunicorn_worker import ARRIVING
-from app.settings import SETTINGS_VARIABLE, Settings
+from app.settings import SETTINGS_VARIABLE, Settings, from_environment
 
 
 @pytest.fixture
@@ -53,6 +55,17 @@ def test_no_fields_of_a_request_are_put_together_for_an_access_log_that_nothing_
     logger = served.logger_class(served)
     monkeypatch.setattr(logger, "atoms", lambda *_: pytest.fail("a record for no log"))
     logger.access(object(), object(), {}, timedelta(0))
+
+
+def test_a_process_that_ends_sends_its_task_events_first(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(config))
+    application = create_app(from_environment())
+    events = application.extensions[EXTENSION].dispatcher.events
+    events.admitted("session:sample:0:0", "sample", "me")
+    worker_exit = runpy.run_module("app.gunicorn_conf")["worker_exit"]
+    worker_exit(None, SimpleNamespace(wsgi=application))
+    assert not events._thread.is_alive()
+    worker_exit(None, SimpleNamespace())  # one that could not start
 
 
 def test_settings_without_a_state_server_are_refused_with_the_remedy() -> None:

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -114,7 +113,7 @@ def test_each_future_is_one_task_with_its_name_model_project_and_end(dashboard: 
 def test_a_task_has_the_times_and_the_runtime_of_its_future(dashboard: Dashboard):
     task = dashboard.task(FIRST)
     assert task.sent <= task.received <= task.started <= task.succeeded
-    assert 0 < task.runtime <= task.succeeded - task.started
+    assert task.runtime > 0  # of another clock than the times
 
 
 def test_dispatches_send_no_events_of_their_own(dashboard: Dashboard):
@@ -138,5 +137,5 @@ def test_a_future_whose_worker_was_killed_is_retried_once(dashboard: Dashboard):
 
 
 def test_a_future_that_breaks_the_backend_is_retried_until_it_fails(dashboard: Dashboard):
-    states = [state for state, _ in groupby(dashboard.states[LAST])]
-    assert states == ["PENDING", *["RECEIVED", "STARTED", "RETRY"] * 3, "FAILURE"]
+    begun = ["RECEIVED", "STARTED"]
+    assert dashboard.states[LAST] == ["PENDING", *begun, "RETRY", *begun, "RETRY", *begun, "FAILURE"]
