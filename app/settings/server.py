@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -121,6 +122,7 @@ class RedisSettings(Section):
 class TracingSettings(Section):
     endpoint: str = Field(
         "",
+        repr=False,
         description="OpenTelemetry collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; empty sends no "
         "traces; needs the extra `tracing`",
     )
@@ -128,8 +130,8 @@ class TracingSettings(Section):
     @field_validator("endpoint")
     @classmethod
     def _is_a_url(cls, endpoint: str) -> str:
-        if endpoint and not endpoint.startswith(("http://", "https://")):
-            raise ValueError("give a URL that begins with http:// or https://")
+        if endpoint and not (endpoint.startswith(("http://", "https://")) and urlsplit(endpoint).hostname):
+            raise ValueError("give a URL that begins with http:// or https:// and names a host")
         return endpoint
 
 

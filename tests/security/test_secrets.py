@@ -14,7 +14,7 @@ import pytest
 
 from app import create_app
 from app.api.base import EXTENSION
-from app.settings import RedisSettings, Settings, StoreSettings, hash_key
+from app.settings import RedisSettings, Settings, StoreSettings, TracingSettings, hash_key
 from app.stores.redis.client import connect
 from tests.api_server import start_api
 from tests.logs import everything_logged
@@ -128,6 +128,7 @@ def test_settings_do_not_show_their_secrets(tmp_path: Path) -> None:
             url_secret=SECRET_CANARY,
             redis=RedisSettings(url=f"redis://:{SECRET_CANARY}@redis:6379/0"),
             store=StoreSettings(access_key="user", secret_key=SECRET_CANARY),
+            tracing=TracingSettings(endpoint=f"http://user:{SECRET_CANARY}@collector:4318"),
         )
     )
     assert SECRET_CANARY not in shown
