@@ -1,6 +1,6 @@
 """Workers of `tinsmith up` that are forked from it, with their slow imports done: a start takes a second, not seven.
 
-Stacks that start or end workers again and again use it, and those of a few tests. The two stacks that most tests share,
+Stacks that restart workers often use it, and a few others. The two stacks that most tests share,
 the demo and `make extras` start workers as a user does. As a program, it is such a `tinsmith up`, which also restarts
 its children with almost no delay.
 """
