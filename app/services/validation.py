@@ -13,7 +13,6 @@ import numpy as np
 from pyrage import RecipientError, x25519
 
 from app import ids
-from app.domain.images import Image
 from app.domain.losses import CLIP_HIGH, CLIP_LOW, LOSSES, NOT_OFFERED, CustomLoss, LossSpec, losses_of
 from app.domain.ops import AdamParams, Batch, ForwardBackward, LoraSpec, Ragged
 from app.domain.records import BaseModelInfo, Checkpoint, Model
@@ -237,7 +236,7 @@ def check_lengths(batch: Batch, max_context: int) -> None:
             )
 
 
-def check_reads_images(images: Sequence[Image], info: BaseModelInfo) -> None:
+def check_reads_images(images: Sequence[object], info: BaseModelInfo) -> None:
     """Requires a base model that reads images, if there are any."""
     if images and not info.reads_images:
         raise BadRequest(

@@ -58,6 +58,13 @@ class ModelInput:
         self.add_text(_PLACEHOLDERS[:expected_tokens])
 
 
+def text_input(tokens: np.ndarray) -> ModelInput:
+    """A prompt of text alone, int32 [N]."""
+    found = ModelInput("prompt")
+    found.add_text(tokens)
+    return found
+
+
 def columns(inputs: Iterable[ModelInput]) -> tuple[list[np.ndarray], tuple[Image, ...]]:
     """The tokens of all datums, int32 [N_i] each, and all their images. Raises BadRequest for too many images."""
     tokens, images = [], []
@@ -82,8 +89,9 @@ def check_images(images: Sequence[Image]) -> None:
         )
 
 
-def check_file(data: bytes, form: str, where: str) -> None:
-    """Raises BadRequest unless `data` begins as a file of `form` of a size that may be decoded."""
+def check_file(data: bytes, form: str, where: str) -> tuple[int, int]:
+    """The width and height of an image. Raises BadRequest unless `data` begins as a file of `form` of a size that may
+    be decoded."""
     if form not in FORMATS:
         raise BadRequest(f"{where} has the format {form[:40]!r}; it can be {' or '.join(FORMATS)}")
     if len(data) > MAX_BYTES:
@@ -98,6 +106,7 @@ def check_file(data: bytes, form: str, where: str) -> None:
         raise BadRequest(f"{where} has {width} x {height} pixels; 1 to {MAX_PIXELS} are allowed: make it smaller")
     if form == "jpeg" and data.count(bytes((0xFF, _START_OF_SCAN))) > MAX_SCANS:
         raise BadRequest(f"{where} has more than {MAX_SCANS} scans: save it again as a plain JPEG")
+    return size
 
 
 def _png_size(data: bytes) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +14,13 @@ from app.domain.images import Image
 from app.domain.ops import Batch, ForwardBackward, Ragged
 from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import UserOpError
+from app.services.openai.images import ImageFile, read
 from app.settings import BaseModelSettings, SamplerSettings
 from tests import pictures
 from tests.models import byte_tokenizer
 from tests.parity.test_sampled_architectures import trained
 from tests.parity.training import run
-from tests.pictures import image
+from tests.pictures import PLACEHOLDER, image
 from workers.backends.sampling.base import SamplerBackend, create
 from workers.backends.training.trainer import Trainer
 
@@ -41,6 +43,7 @@ REQUESTS = (
 
 @dataclass
 class Pair:
+    base: Path
     trainer: Trainer
     sampler: SamplerBackend
 
@@ -59,7 +62,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     sampler = create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", sampler=settings))
     sampler.open()
     sampler.load("m", folder / "adapter")
-    yield Pair(trainer, sampler)
+    yield Pair(base, trainer, sampler)
     sampler.close()
 
 
@@ -87,3 +90,10 @@ def test_a_prompt_with_an_image_of_other_tokens_is_refused_and_the_next_one_runs
     with pytest.raises(UserOpError, match=r"prompt: the image at position 11 .* 10 tokens .* is 9"):
         pair.sample([wrong])
     assert len(pair.sample([REQUESTS[1]])[0].sequences) == 2
+
+
+def test_images_of_a_chat_that_the_api_counts_and_places_are_sampled(pair: Pair) -> None:
+    files = [ImageFile("it", one.format, one.data) for one in (image(40, 11, 1), image(9, 33, 2, form="jpeg"))]
+    placed = read(str(pair.base)).place(np.array([1, PLACEHOLDER, 2, PLACEHOLDER], np.int32), files)
+    request = replace(REQUESTS[1], prompt=placed.tokens, images=tuple(placed.images))
+    assert len(pair.sample([request])[0].sequences) == 2

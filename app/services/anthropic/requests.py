@@ -13,11 +13,14 @@ from app.services.openai.requests import Chat, Sampling
 
 _FIELDS = {
     "text": {"text", "citations"},
+    "image": {"source"},
     "tool_use": {"id", "name", "input", "caller", "toolset_name"},
     "tool_result": {"tool_use_id", "content", "is_error", "toolset_name"},
     "thinking": {"thinking", "signature"},
 }
 """The fields of each type of block. Those that do not change the prompt are ignored."""
+
+_IMAGES = ("image/png", "image/jpeg")
 
 
 class Block(NamedTuple):
@@ -102,7 +105,7 @@ def _user(blocks: Sequence[Block]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for is_result, found in groupby(blocks, key=lambda block: block.kind == "tool_result"):
         part = list(found)
-        messages += [_result(block) for block in part] if is_result else [_plain("user", part)]
+        messages += [_result(block) for block in part] if is_result else [{"role": "user", "content": _content(part)}]
     return messages
 
 
@@ -122,6 +125,26 @@ def _plain(role: str, blocks: Iterable[Block]) -> dict[str, Any]:
     return {"role": role, "content": _joined(blocks)}
 
 
+def _content(blocks: Sequence[Block]) -> str | list[dict[str, Any]]:
+    """A text, or with images a list of parts."""
+    if not any(block.kind == "image" for block in blocks):
+        return _joined(blocks)
+    return [_image(block) if block.kind == "image" else {"type": "text", "text": _text(block)} for block in blocks]
+
+
+def _image(block: Block) -> dict[str, Any]:
+    """A part with a data: URL."""
+    source = Block(f"{block.place}.source", _field(block, "source", dict))
+    if source.kind != "base64":
+        raise BadRequest(
+            f"{source.place} is of type {source.kind[:40]!r}; it must be base64, because this server fetches nothing"
+        )
+    media_type, data = _field(source, "media_type", str), _field(source, "data", str)
+    if media_type not in _IMAGES:
+        raise BadRequest(f"{source.place}.media_type is {media_type[:40]!r}; it can be {' or '.join(_IMAGES)}")
+    return {"type": "image_url", "image_url": {"url": f"data:{media_type};base64,{data}"}}
+
+
 def _joined(blocks: Iterable[Block]) -> str:
     return "\n".join(_text(block) for block in blocks)
 
@@ -130,7 +153,7 @@ def _text(block: Block) -> str:
     if block.kind != "text":
         raise BadRequest(
             f"{block.place} is of type {block.kind[:40]!r}; only text is supported here (and tool_use and thinking "
-            "in turns of the assistant before the last one, tool_result in turns of the user)"
+            "in turns of the assistant before the last one, image and tool_result in turns of the user)"
         )
     text: str = _field(block, "text", str)
     return text
@@ -143,8 +166,8 @@ def _call(block: Block) -> dict[str, Any]:
 
 def _result(block: Block) -> dict[str, Any]:
     content = block.fields.get("content") or ""
-    text = _joined(_blocks(content, f"{block.place}.content"))
-    return {"role": "tool", "tool_call_id": _field(block, "tool_use_id", str), "content": text}
+    found = _content(_blocks(content, f"{block.place}.content"))
+    return {"role": "tool", "tool_call_id": _field(block, "tool_use_id", str), "content": found}
 
 
 def _field(block: Block, name: str, kind: type) -> Any:

@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from app.domain.records import BaseModelInfo, Sampler
 from app.domain.sampling import SampleRequest
 from app.services.openai.answer_text import Thoughts, thoughts_of
+from app.services.openai.images import ImageTokensOf, image_files
 from app.services.openai.tokenizer import BaseTokenizer, for_template
 from app.services.openai.tool_calls import OfferedTools, format_of
 from app.services.sampling import check_sample
+from app.services.validation import check_reads_images
 from app.settings import LimitSettings
 from app.wire.bodies import model_input
+from app.wire.images import ModelInput, text_input
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +58,28 @@ class Target:
     sampler: Sampler
     info: BaseModelInfo
     tokenizer: BaseTokenizer
+    image_tokens_of: ImageTokensOf
     limits: LimitSettings
 
-    def prompts(self, given: Any) -> list[np.ndarray]:
-        """int32 [n] for each prompt, from a text, from token ids, or from a list of either. Raises BadRequest for token
+    def prompts(self, given: Any) -> list[ModelInput]:
+        """The prompts from a text, from token ids, or from a list of either. Raises BadRequest for token
         ids that are not int32."""
         several = isinstance(given, list) and not isinstance(given[0], int)
-        return [self._tokens(prompt) for prompt in (given if several else [given])]
+        return [self._prompt(prompt) for prompt in (given if several else [given])]
 
-    def chat_text(self, chat: Chat) -> str:
-        """The prompt of a conversation as text. Raises BadRequest."""
-        return self.tokenizer.chat_text(for_template(chat.messages), chat.tools, chat.variables)
-
-    def chat_prompt(self, chat: Chat, text: str) -> np.ndarray:
-        """int32 [n] of a conversation and its `chat_text`. Raises BadRequest."""
-        return self.tokenizer.encode_rendered(text + chat.prefill, self.info.max_context)
+    def chat_prompt(self, chat: Chat) -> tuple[str, ModelInput]:
+        """The prompt of a conversation: its text without the prefill, and its tokens and images. Raises BadRequest, or
+        Unavailable while the files of the model's image processor cannot be fetched."""
+        files = image_files(chat.messages)
+        check_reads_images(files, self.info)
+        text = self.tokenizer.chat_text(for_template(chat.messages), chat.tools, chat.variables)
+        tokens = self.tokenizer.encode_rendered(text + chat.prefill, self.info.max_context)
+        if files:
+            return text, self.image_tokens_of(self.sampler.base_model).place(tokens, files)
+        return text, text_input(tokens)
 
     def thoughts(self, chat: Chat, text: str) -> Thoughts:
-        """The place of thoughts in the answer to a conversation and its `chat_text`."""
+        """The place of thoughts in the answer to a conversation with a prompt of this text."""
         return thoughts_of(self.tokenizer.template(chat.tools), text, chat.prefill)
 
     def offered(self, chat: Chat) -> OfferedTools | None:
@@ -82,14 +87,14 @@ class Target:
         form = format_of(self.tokenizer.template(chat.tools)) if chat.tools else None
         return OfferedTools(form, chat.tools) if form else None
 
-    def request(self, sampling: Sampling, prompt: np.ndarray, *, score_prompt: bool = False) -> SampleRequest:
+    def request(self, sampling: Sampling, prompt: ModelInput, *, score_prompt: bool = False) -> SampleRequest:
         """A checked request. Raises BadRequest.
 
         Only the sampled tokens themselves are streamed, so a request for more than those is not streamed.
         """
-        room, most = max(1, self.info.max_context - len(prompt)), sampling.max_tokens
+        room, most = max(1, self.info.max_context - len(prompt.tokens)), sampling.max_tokens
         request = SampleRequest(
-            prompt=prompt,
+            prompt=prompt.tokens,
             num_samples=sampling.n,
             max_tokens=room if most is None else min(room, max(1, most)),
             seed=secrets.randbits(31) if sampling.seed is None else sampling.seed,
@@ -101,12 +106,13 @@ class Target:
             prompt_top=sampling.top if score_prompt else 0,
             sample_top=sampling.top,
             stream=sampling.stream and not (sampling.top or score_prompt) and most != 0,
+            images=tuple(prompt.images),
             json_schema=sampling.json_schema,
         )
         check_sample(request, self.info, self.limits)
         return request
 
-    def _tokens(self, prompt: Any) -> np.ndarray:
+    def _prompt(self, prompt: Any) -> ModelInput:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, self.info.max_context)
-        return model_input([{"tokens": prompt}], "prompt").tokens
+            return text_input(self.tokenizer.encode(prompt, self.info.max_context))
+        return model_input([{"tokens": prompt}], "prompt")

@@ -23,6 +23,7 @@ from app.services.openai.answer_text import ParseOptions, Thoughts
 from app.services.openai.answers import AnswerHead, ChatForm, CompletionForm, Form, Usage
 from app.services.openai.captures import CaptureService
 from app.services.openai.generation import Choices, Delta, Options
+from app.services.openai.images import ImageTokensOf
 from app.services.openai.json_schema import ANY_OBJECT, checked_schema
 from app.services.openai.requests import Chat, Sampling, Target
 from app.services.openai.streaming import Asked, ResultStream
@@ -87,7 +88,7 @@ class OpenAiService:
         self._captures, self._limits = captures, limits
         self._bases, self._samplers, self._admission = bases, samplers, admission
         self._quotas, self._poll_limiter, self._result_stream = quotas, poll_limiter, result_stream
-        self._tokenizers = Tokenizers(bases)
+        self._tokenizers, self._image_tokens_of = Tokenizers(bases), ImageTokensOf(bases)
 
     def models(self, caller: Caller) -> list[dict[str, Any]]:
         """The models that a call can name as `model`."""
@@ -140,8 +141,8 @@ class OpenAiService:
         model = self._model(caller, chat.model)
         if sampling.json_schema and (chat.tools or chat.prefill):
             raise BadRequest("an answer that follows a JSON schema holds no tool call and continues no text: send none")
-        text = model.chat_text(chat)
-        request = model.request(sampling, model.chat_prompt(chat, text))
+        text, prompt = model.chat_prompt(chat)
+        request = model.request(sampling, prompt)
         thoughts = Thoughts.NONE if sampling.json_schema else model.thoughts(chat, text)
         tools = model.offered(chat)
         parsing = ParseOptions(thoughts, tools, parallel=chat.parallel)
@@ -153,12 +154,14 @@ class OpenAiService:
         it is charged as a call. Raises NotFound, BadRequest, TooManyRequests or Unavailable."""
         model = self._model(caller, chat.model)
         self._quotas.take(caller, caller.project)
-        return len(model.chat_prompt(chat, model.chat_text(chat)))
+        _, prompt = model.chat_prompt(chat)
+        return len(prompt.tokens)
 
     def _model(self, caller: Caller, name: str) -> Target:
         sampler_id, sampler = self._samplers.of(caller, name)
         info = self._bases.info(sampler_role(full=sampler.full), sampler.base_model)
-        return Target(sampler_id, sampler, info, self._tokenizers.of(sampler.base_model), self._limits)
+        tokenizer = self._tokenizers.of(sampler.base_model)
+        return Target(sampler_id, sampler, info, tokenizer, self._image_tokens_of, self._limits)
 
     def _answer(
         self,

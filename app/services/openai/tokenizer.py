@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,6 +37,8 @@ Find = Callable[[str], Path | None]
 """A file of the tokenizer by its name, or None when it has no such file."""
 
 _KEPT = ("name", "tool_call_id")
+_IMAGE = {"type": "image"}
+"""An image in a message, as chat templates take it."""
 
 
 class BaseTokenizer:
@@ -272,8 +275,9 @@ def _now(form: str) -> str:
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages in the templates' form: text parts are joined by line breaks, and a tool call's arguments become an
-    object. Raises BadRequest for parts that are not text, and names the message."""
+    """The messages in the templates' form: line breaks join text parts that follow each other, an image is a part
+    without its file, and a tool call's arguments become an object. Raises BadRequest for other parts, and names the
+    message."""
     return [_message(message, f"messages.{place}") for place, message in enumerate(messages)]
 
 
@@ -284,23 +288,37 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     more = {"tool_calls": [_call(call, f"{where}.tool_calls.{i}") for i, call in enumerate(calls)]} if calls else {}
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     more |= {"reasoning_content": thoughts} if thoughts else {}
-    return {"role": role, "content": _text(message["content"], f"{where}.content"), **kept, **more}
+    return {"role": role, "content": _content(message["content"], f"{where}.content"), **kept, **more}
 
 
-def _text(content: Any, where: str) -> str:
+def _content(content: Any, where: str) -> str | list[dict[str, str]]:
+    """A text, or with images a list of parts."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise BadRequest(f"{where} must be a text or a list of parts")
-    return "\n".join(_part(part, f"{where}.{place}") for place, part in enumerate(content))
+    parts = [_part(part, f"{where}.{place}") for place, part in enumerate(content)]
+    if _IMAGE not in parts:
+        return _joined(parts)
+    joined: list[dict[str, str]] = []
+    for is_image, group in groupby(parts, key=_IMAGE.__eq__):
+        found = list(group)
+        joined += found if is_image else [{"type": "text", "text": _joined(found)}]
+    return joined
 
 
-def _part(part: Any, where: str) -> str:
+def _joined(parts: Iterable[Mapping[str, str]]) -> str:
+    return "\n".join(part["text"] for part in parts)
+
+
+def _part(part: Any, where: str) -> dict[str, str]:
+    if isinstance(part, dict) and part.get("type") == "image_url":
+        return _IMAGE
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise BadRequest(f"{where} is of type {str(kind)[:40]!r}; only text is supported")
-    return text
+        raise BadRequest(f"{where} is of type {str(kind)[:40]!r}; only text and image_url are supported")
+    return {"type": "text", "text": text}
 
 
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -50,9 +50,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "many messages": ({"messages": ASK * 4097}, "4097 entries; at most"),
     "a role": ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
     "an image": (
-        talk({"type": "text", "text": "a"}, {"type": "image", "source": {}}),
-        "messages.1.content.1 is of type",
+        talk({"type": "text", "text": "a"}, {"type": "image", "source": {"type": "url"}}),
+        "messages.1.content.1.source is of type 'url'",
     ),
+    "an image of the assistant": (talk({"type": "image"}, role="assistant"), "'image'; only text"),
     "a document": (talk({"type": "document"}), "'document'; only text"),
     "thoughts of the user": (talk({"type": "thinking", "thinking": "hm"}), "'thinking'; only text"),
     "no thoughts": (talk({"type": "thinking"}, role="assistant"), "messages.1.content.0.thinking must be a string"),
@@ -69,7 +70,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a result of nothing": (talk({"type": "tool_result", "content": "x"}), "messages.1.content.0.tool_use_id must"),
     "an image as a result": (
         talk({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}),
-        "messages.1.content.0.content.0 is of type 'image'",
+        "messages.1.content.0.content.0.source must be an object",
     ),
     "a field of no block": (talk({**TEXT, "txt": "b"}), "messages.1.content.0.txt: a block of type text has no"),
     "a field of another block": (talk({**CALL, "input": {}, "text": "b"}, role="assistant"), "content.0.text: a block"),
