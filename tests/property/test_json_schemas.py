@@ -113,7 +113,7 @@ def test_every_accepted_schema_has_a_grammar_that_follows_it(schema: dict[str, A
             assert Draft202012Validator(schema).is_valid(value), (value, schema)
 
 
-def test_the_costliest_accepted_schema_costs_no_more_than_100_short_names():
+def test_the_costliest_accepted_schema_costs_no_more_than_150_short_names():
     vocabulary = BYTES + ["".join(letters).encode() for letters in product("aet", repeat=7)]
     text, each = {"type": "string"}, MAX_OPEN_BYTES // MAX_OPEN_NAMES
     named = {"type": "object", "properties": {"e" * 10: text}, "additionalProperties": text}
@@ -123,4 +123,4 @@ def test_the_costliest_accepted_schema_costs_no_more_than_100_short_names():
     bounds = [{"type": "number", "minimum": 0.123456 + i} for i in range(MAX_RULES - len(formats))]
     worst = {"type": "array", "prefixItems": [*opened, closed, *formats, *bounds]}
     checked_schema(worst, "schema")
-    assert cost(worst, vocabulary) < 100 * cost(named, vocabulary)
+    assert cost(worst, vocabulary) < 150 * cost(named, vocabulary)
