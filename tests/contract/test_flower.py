@@ -142,9 +142,11 @@ def test_it_goes_on_when_the_stack_is_stopped_and_started_again(
             stack.stop()
             stack.start()
             with stack.client() as client:
-                model = client.create_lora_training_client(base_model=BASE, rank=4).result().model_id
-            await_answer(partial(_shows, f"{url}/api/tasks", model))
+                await_answer(partial(_shows_a_new_one, f"{url}/api/tasks", client))
 
 
-def _shows(tasks: str, model: str) -> bool:
+def _shows_a_new_one(tasks: str, client: tinker.ServiceClient) -> bool:
+    """Makes a model; True if Flower shows it soon. Flower shows nothing from before it is connected again."""
+    model = client.create_lora_training_client(base_model=BASE, rank=4).result().model_id
+    time.sleep(1)
     return any(model in (task["kwargs"] or "") for task in requests.get(tasks, timeout=60).json().values())
