@@ -144,8 +144,8 @@ def test_errors_are_those_of_anthropics_client(client: anthropic.Anthropic):
         with pytest.raises(anthropic.NotFoundError) as missing:
             client.messages.create(**{**GREEDY, "model": model})
         assert missing.value.type == "not_found_error"
-    with pytest.raises(anthropic.BadRequestError, match="service of a kind") as refused:
-        client.messages.create(extra_body={"service of a kind": 1}, **GREEDY)
+    with pytest.raises(anthropic.BadRequestError, match="container") as refused:
+        client.messages.create(container="a container", **GREEDY)
     assert refused.value.type == "invalid_request_error"
     assert refused.value.request_id == refused.value.body["request_id"]
     with pytest.raises(anthropic.AuthenticationError) as unknown:
