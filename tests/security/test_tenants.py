@@ -43,6 +43,8 @@ NO_IDS = {
     "DELETE /api/v1/auth/apikey/me",
     "GET /api/v1/limits",
     "GET /api/v1/audit",
+    "GET /api/v1/captures",
+    "DELETE /api/v1/captures",
     "GET /api/v1/billing/usage/events",
     "GET /api/v1/billing/usage/runs",
     "GET /api/v1/billing/usage/checkpoints/current",

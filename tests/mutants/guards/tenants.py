@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "administration: another user's wider key",
         _ADMINISTRATION,
-        "if not (caller.is_operator or found.only_project or found.user == caller.user):",
+        "if not (caller.is_operator or found.only_project or self._is_own(found, caller)):",
         "if False:",
         f"{_PROJECTS}::test_an_admin_revokes_no_key_that_works_in_other_projects_of_another_user",
     ),

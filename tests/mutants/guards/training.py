@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant(
         "committer: an outage is no attempt",
         "workers/train/committer.py",
-        "            for op in group:\n                self._owner.put_off(op.resident.lease, op.entry.seq)\n",
+        "                self._owner.put_off(op.resident.lease, op.entry.seq)\n",
         "",
         f"{_OUTAGES}::test_an_op_that_was_left_in_an_outage_counts_no_later_death_of_its_worker",
     ),

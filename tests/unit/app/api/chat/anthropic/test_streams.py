@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -32,13 +33,22 @@ def test_a_streams_events_make_the_message_that_is_sent_at_once(anthropic: Anthr
 
 
 def test_text_comes_in_the_pieces_in_which_it_is_sampled(anthropic: Anthropic):
+    shown = threading.Event()
+
     def answer(request_id: str, _: SampleRequest) -> SampleOutput:
         anthropic.standin.draw(request_id, "one ")
         anthropic.standin.draw(request_id, "two ", 4)
+        assert shown.wait(30), "the pieces came only with the result"
         return SampleOutput((anthropic.standin.sequence("one two three"),))
 
     anthropic.standin.answer = answer
-    start, block, *pieces, stop, end, last = anthropic.events()
+    text = ""
+    with anthropic.post(stream=True) as response:
+        for event in response.response:
+            text += event.decode()
+            if "two " in text:
+                shown.set()
+    start, block, *pieces, stop, end, last = read_events(text)
     assert start["message"]["usage"] == {"input_tokens": len(anthropic.standin.seen[0].prompt), "output_tokens": 0}
     assert block == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
     assert [piece["delta"] for piece in pieces] == [
