@@ -81,7 +81,7 @@ def admit(workers: Workers, events: TaskEvents) -> None:
 
 @pytest.fixture(scope="module")
 def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
-    """What it shows after a run in which the first trainer was killed during the first batch."""
+    """The dashboard after a run in which the first trainer was killed during the first batch."""
     folder = tmp_path_factory.mktemp("events")
     with start_valkey(folder / "valkey") as url, connect(url) as client:
         celery, workers = celery_app(Settings(redis=RedisSettings(url=url))), Workers(url, client, folder)

@@ -29,7 +29,7 @@ PUBLIC = {
     UPLOADED,
 } | HUB
 
-# Its pages have a login, and tests of their own: tests/unit/app/console/test_pages.py.
+# Its pages have a login, and tests of their own: tests/unit/app/console/test_login.py.
 CONSOLE = "/console"
 # Other clients read other formats of errors.
 FORMS = {"oai": {"error"}, "anthropic": {"type", "error", "request_id"}}

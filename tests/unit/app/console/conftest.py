@@ -12,6 +12,8 @@ from tests.unit.app.conftest import KEY, Api
 
 # The playground samples, so the console has the API of the chats, with its stand-in for a sampler.
 __all__ = ["app", "served", "special", "template"]
+FORMS = ["checkpoints/publish", "checkpoints/expiry", "checkpoints/delete"]
+"""The forms that change a checkpoint."""
 
 
 class Browser:

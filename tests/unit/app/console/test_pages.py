@@ -1,70 +1,28 @@
-"""The console shows and changes what the API would for the same key, and nothing without a login."""
+"""The console shows and changes what the API would for the same key."""
 
 from __future__ import annotations
 
 import csv
-import io
 import re
-import time
 from collections.abc import Callable
 from html import unescape
 from typing import Any, cast
 
 import pytest
 import redis
-from flask import Flask
 
 from app.domain.progress import Point, Recorded
 from app.domain.results import Result
-from app.services.tenants.access import Tokens
 from app.services.tenants.accounts import AccountService
 from app.stores.objects.accounts import AccountFiles
 from app.stores.redis import keys
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import OwnedElsewhere
-from tests.logs import everything_logged
 from tests.unit.app.api.test_archives import stored
 from tests.unit.app.api.test_models import save_checkpoint
-from tests.unit.app.conftest import KEY, OTHER_KEY, Api, batch
-from tests.unit.app.console.conftest import Browser
+from tests.unit.app.conftest import OTHER_KEY, Api, batch
+from tests.unit.app.console.conftest import FORMS, Browser
 from tests.unit.app.tenant import make_tenant
-
-PAGES = [
-    "runs",
-    "runs/x",
-    "runs/x/curves.csv",
-    "runs/x/events",
-    "compare",
-    "checkpoints",
-    "checkpoints/download?path=tinker://a/weights/b",
-    "queue",
-    "account",
-    "usage",
-    "events",
-    "playground",
-    "projects",
-    "projects/x",
-    "none",
-]
-FORMS = ["checkpoints/publish", "checkpoints/expiry", "checkpoints/delete"]
-OF_A_PROJECT = [f"projects/<project>/{form}" for form in ("members", "role", "keys", "keys/revoke", "limits")]
-ALL_FORMS = [*FORMS, "playground", "projects", "organisations", *OF_A_PROJECT]
-
-
-class Unreadable(io.RawIOBase):
-    """A body that never arrives."""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, _: object) -> int:
-        pytest.fail("the body was read")
-
-    def tell(self) -> int:
-        return 0
-
-    def seek(self, at: int, _: int = 0) -> int:
-        return at
 
 
 def listed(api: Api) -> Any:
@@ -88,141 +46,6 @@ def trained(api: Api, losses: list[float]) -> str:
                 api.post("optim_step", {"model_id": model, "seq_id": seq, "adam_params": {}})
             api.services.oplog.commit(lease, seq, Result(b"{}"), point=point)
     return model
-
-
-@pytest.mark.parametrize("path", ["/console", "/console/"])
-def test_the_console_begins_at_its_own_address(api: Api, app: Flask, path: str) -> None:
-    answer = app.test_client().get(path, follow_redirects=True)
-    assert (answer.status_code, answer.request.path) == (200, "/console/login")
-
-
-@pytest.mark.parametrize("path", PAGES)
-def test_no_page_is_seen_without_a_login(api: Api, app: Flask, path: str) -> None:
-    answer = Browser(app).get(path)
-    assert (answer.status_code, answer.headers["Location"]) == (302, "/console/login")
-
-
-@pytest.mark.parametrize("path", ALL_FORMS)
-def test_no_form_works_without_a_login(api: Api, app: Flask, path: str) -> None:
-    browser = Browser(app)
-    browser.get("login")
-    assert browser.post(path, path="tinker://a/weights/b").headers["Location"] == "/console/login"
-
-
-@pytest.mark.parametrize("path", [*ALL_FORMS, "login", "logout"])
-def test_a_form_of_another_site_changes_nothing(browser: Callable[..., Browser], path: str) -> None:
-    """Such a form carries no token of this site's pages."""
-    logged_in = browser()
-    answer = logged_in.post(path, csrf_token="", path="tinker://a/weights/b", api_key=OTHER_KEY)
-    assert answer.status_code == 403
-    assert logged_in.get("runs").status_code == 200
-
-
-def test_a_form_without_a_cookie_is_refused_before_its_body_is_read(api: Api, app: Flask) -> None:
-    """A slow body of anybody would hold a thread."""
-    form = {"content_type": "application/x-www-form-urlencoded", "content_length": 100}
-    answer = app.test_client().post("/console/login", input_stream=cast(Any, Unreadable()), **cast(Any, form))
-    assert answer.status_code == 403
-
-
-@pytest.mark.parametrize(
-    "headers", [{"Transfer-Encoding": "chunked"}, {"Content-Length": "9", "Expect": "100-continue"}]
-)
-def test_a_form_that_the_event_loop_does_not_wait_for_is_refused_unread(
-    api: Api, app: Flask, headers: dict[str, str]
-) -> None:
-    """Such a slow body would hold a thread, and everybody gets a cookie with the login's page."""
-    client = app.test_client()
-    client.get("/console/login")
-    form = {"content_type": "application/x-www-form-urlencoded", "headers": headers}
-    answer = client.post("/console/login", input_stream=cast(Any, Unreadable()), **cast(Any, form))
-    assert answer.status_code == 411
-
-
-@pytest.mark.parametrize("token", ["\u00e9", "x"])
-def test_a_form_with_a_wrong_token_is_refused(browser: Callable[..., Browser], token: str) -> None:
-    assert browser().post("logout", csrf_token=token).status_code == 403
-
-
-def test_a_link_of_another_site_does_not_end_a_login(api: Api, app: Flask) -> None:
-    """A browser may leave the cookie out of such a request."""
-    assert "Set-Cookie" not in app.test_client().get("/console/runs").headers
-
-
-def test_a_login_ends_twelve_hours_after_it_began(browser: Callable[..., Browser]) -> None:
-    logged_in = browser()
-    cookie = logged_in._client.get_cookie("tinsmith_console", path="/console")
-    assert cookie is not None and cookie.max_age is None and cookie.expires is not None
-    assert 43_000 < cookie.expires.timestamp() - time.time() <= 43_200
-    assert "Set-Cookie" not in logged_in.get("runs").headers, "a page that is loaded again prolongs nothing"
-
-
-def test_a_large_form_is_refused(browser: Callable[..., Browser]) -> None:
-    assert browser().post("checkpoints/publish", path="x" * 20_000).status_code == 413
-
-
-def test_every_route_that_changes_something_needs_the_scope_that_the_api_asks_for(app: Flask) -> None:
-    changing = {
-        rule.rule: getattr(app.view_functions[rule.endpoint], "scopes", ())
-        for rule in app.url_map.iter_rules()
-        if rule.rule.startswith("/console") and "POST" in (rule.methods or ())
-    }
-    assert changing == {
-        **{f"/console/{path}": ("manage",) for path in (*FORMS, *OF_A_PROJECT, "projects", "organisations")},
-        "/console/playground": ("sample",),
-        "/console/login": (),
-        "/console/logout": (),
-    }
-
-
-def test_a_token_is_no_login(api: Api, app: Flask, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cookie would outlive it."""
-    tokens = Tokens("s" * 32, 60.0)
-    monkeypatch.setattr(api.services.authenticator, "_tokens", tokens)
-    browser = Browser(app)
-    answer = browser.log_in(tokens.issue(api.services.authenticator(KEY), ""))
-    assert answer.status_code == 401 and "log in with the key itself" in answer.text
-    assert browser.get("runs").status_code == 302
-
-
-@pytest.mark.parametrize("key", ["", "tml-wrong", "eyJhbGciOiJIUzI1NiJ9.e30.x"])
-def test_a_wrong_key_is_refused_and_not_repeated(api: Api, app: Flask, key: str) -> None:
-    answer = Browser(app).log_in(key)
-    assert answer.status_code == 401 and 'role="alert"' in answer.text
-    assert not key or key not in answer.text
-
-
-def test_the_cookie_holds_no_key_and_no_script_reads_it(api: Api, app: Flask) -> None:
-    with everything_logged() as logged:
-        cookie = Browser(app).log_in(KEY).headers["Set-Cookie"]
-    assert KEY not in cookie and KEY not in logged.getvalue()
-    assert {"HttpOnly", "SameSite=Lax", "Path=/console"} <= set(cookie.split("; "))
-
-
-def test_a_cookie_that_was_changed_is_no_login(browser: Callable[..., Browser], app: Flask) -> None:
-    logged_in = browser()
-    cookie = logged_in._client.get_cookie("tinsmith_console", path="/console")
-    assert cookie is not None
-    forged = Browser(app)
-    forged._client.set_cookie("tinsmith_console", cookie.value[:-2] + "xx", path="/console")
-    assert forged.get("runs").status_code == 302
-
-
-def test_a_revoked_key_ends_its_logins_at_once(api: Api, browser: Callable[..., Browser]) -> None:
-    accounts = AccountService(AccountFiles(api.services.objects), api.services.records)
-    tenant = make_tenant(api, accounts)
-    key = tenant.key("member")
-    logged_in = browser(key)
-    accounts.revoke(key.removeprefix("tml-").partition(".")[0])
-    assert logged_in.get("runs").status_code == 302
-    part = logged_in.get("runs", HX_Request="true")
-    assert (part.status_code, part.headers["HX-Redirect"]) == (204, "/console/login"), "htmx would show it in the table"
-
-
-def test_after_logging_out_no_page_is_seen(browser: Callable[..., Browser]) -> None:
-    logged_in = browser()
-    logged_in.post("logout")
-    assert logged_in.get("runs").status_code == 302
 
 
 def test_runs_are_listed_with_steps_and_loss(api: Api, browser: Callable[..., Browser]) -> None:
@@ -436,13 +259,3 @@ def _raise(error: Exception) -> None:
 def test_a_run_that_does_not_exist_is_a_page_in_words(browser: Callable[..., Browser]) -> None:
     answer = browser().get("runs/none")
     assert answer.status_code == 404 and "does not exist" in answer.text
-
-
-def test_the_api_takes_no_cookie(api: Api, browser: Callable[..., Browser]) -> None:
-    assert browser()._client.get("/api/v1/training_runs").status_code == 401
-
-
-def test_without_a_secret_the_page_says_what_to_set(api: Api, app: Flask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "secret_key", None)
-    answer = app.test_client().get("/console/login")
-    assert answer.status_code == 404 and "url_secret" in answer.text
