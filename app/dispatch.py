@@ -89,14 +89,13 @@ def celery_app(settings: Settings) -> Celery:
         broker_connection_retry_on_startup=True,
         broker_pool_limit=32,
         broker_transport_options={
-            "visibility_timeout": 12 * 3600,
-            "unacked_restore_interval": 5,
-            "unacked_restore_throttle": 1,
+            # Otherwise a worker notes at the broker that it has a message, and when it is done: two of the six round
+            # trips of an Op. The sweeper dispatches again what a worker took with it.
+            "ack_emulation": False,
             "health_check_interval": 10,
             "socket_connect_timeout": 2,
             "socket_timeout": ANSWER_S,
-            # Once more, on a new connection. A message whose acknowledgement fails otherwise counts as prefetched for
-            # ever, and its consumer reads no other.
+            # Once more, on a new connection: a dispatch on one that fell silent otherwise waits for the sweeper.
             "retry_on_timeout": True,
             "socket_keepalive": True,
             "socket_keepalive_options": KEEPALIVE,

@@ -134,11 +134,11 @@ MUTANTS = (
         f"{_DEAD}::test_a_lease_never_lapses_when_the_connection_falls_silent[stopped]",
     ),
     Mutant(
-        "connections: a message is acknowledged on a new one",
+        "connections: a dispatch goes out on a new one",
         "app/dispatch.py",
         '"retry_on_timeout": True',
         '"retry_on_timeout": False',
-        "tests/unit/app/test_dispatch.py::test_a_message_is_acknowledged_although_its_connection_fell_silent",
+        "tests/unit/app/test_dispatch.py::test_a_dispatch_goes_out_although_its_connection_fell_silent",
     ),
     Mutant(
         "connections: a lost one of broadcasts is not waited on",

@@ -81,16 +81,42 @@ def test_a_call_waits_less_than_a_second_for_a_broker_that_is_away(monkeypatch: 
     assert sum(slept) < 1
 
 
-def test_a_message_is_acknowledged_although_its_connection_fell_silent(url: str, broker: redis.Redis, tmp_path: Path):
-    """Otherwise it counts as prefetched for ever, and its consumer reads no other one."""
+def test_a_dispatch_goes_out_although_its_connection_fell_silent(url: str, broker: redis.Redis, tmp_path: Path):
+    """Otherwise it waits for the sweeper."""
     with Proxy(url) as proxy:
-        celery = at(proxy.url, tmp_path)
-        assert TickSender(celery, QUEUE).send()
-        with celery.connection_for_read() as connection:
-            message = celery.amqp.queues.new_missing(QUEUE)(connection.default_channel).get()
-            proxy.silence()
-            message.ack()
-            assert message.acknowledged
+        ticks = TickSender(at(proxy.url, tmp_path), QUEUE)
+        assert ticks.send()
+        proxy.silence()
+        assert ticks.send()
+    assert TickSender(at(url, tmp_path), QUEUE).waiting() == 2
+
+
+def test_a_message_in_hand_is_known_to_its_worker_alone(url: str, broker: redis.Redis, tmp_path: Path):
+    """A note at the broker costs each future two round trips, and no recovery needs it."""
+    celery = at(url, tmp_path)
+    TickSender(celery, QUEUE).send()
+    with celery.connection_for_read() as connection:
+        message = celery.amqp.queues.new_missing(QUEUE)(connection.default_channel).get()
+        changed = _changes(broker)
+        message.ack()
+        assert message.acknowledged
+        assert _changes(broker) == changed
+        assert connect(celery.conf.broker_url).keys("*unacked*") == []
+
+
+def test_a_worker_that_stops_gives_back_the_messages_in_hand(url: str, broker: redis.Redis, tmp_path: Path):
+    celery = at(url, tmp_path)
+    ticks = TickSender(celery, QUEUE)
+    ticks.send()
+    with celery.connection_for_read() as connection:
+        celery.amqp.queues.new_missing(QUEUE)(connection.default_channel).get()
+        assert ticks.waiting() == 0
+    assert ticks.waiting() == 1
+
+
+def _changes(broker: redis.Redis) -> int:
+    """The changes of data since the server's last save to disk, which it does not do here."""
+    return int(broker.info("persistence")["rdb_changes_since_last_save"])
 
 
 def test_a_consumer_whose_broadcasts_lose_their_connection_hears_of_it_and_does_not_wait(
