@@ -236,11 +236,17 @@ ADDED: dict[str, set[str]] = {
     "keys deleted": {"tinsmith:home:"},
     # Steps of which a plain command, which Redis refuses when full, is a script by now. It leaves the same behind.
     "scripted steps": {"calls are taken", "overdue"},
-    # Answers that ask for the bytes of a large call, which go there once it is not refused.
-    "script answers": [["absent", ""]],
+    # Answers that ask for the bytes of a large call, which go there once it is not refused, or to read a call's content
+    # first, which is large or in the object store.
+    "script answers": [["absent", ""], "read"],
+    # Steps whose answers end with the content of the call, which ecb7b39 reads before.
+    "answers with content": {"next", "next, doomed", "claim", "last attempt"},
     # Each process has its own.
     "broker options": {
+        "ack_emulation",
         *("max_retries", "interval_start", "interval_step", "interval_max"),
         *("socket_timeout", "socket_keepalive", "socket_keepalive_options", "retry_on_timeout"),
     },
+    # Times for messages that a worker of ecb7b39 notes at the broker. Today's workers note none, and leave these alone.
+    "broker options gone": {"visibility_timeout", "unacked_restore_interval", "unacked_restore_throttle"},
 }

@@ -30,7 +30,7 @@ from app.stores.objects.base import ObjectStore
 from app.stores.objects.routes import LONGEST_S, Attempt, StoredRoutes
 from app.stores.redis import keys, limits
 from app.stores.redis.client import Scripts, read_hash
-from app.stores.redis.payloads import RedisPayloads, Staging
+from app.stores.redis.payloads import INLINE_BYTES, RedisPayloads, Staging
 from app.stores.redis.types import Admission, Entry, Future, QueueBounds
 
 CONFLICT = "seq_id {seq} was used before with other content; every call needs a seq_id of its own"
@@ -60,6 +60,8 @@ _FULL_QUEUE: dict[str, tuple[type[RequestError], str]] = {
 
 # The answer of a script that would admit the call, and has not got its bytes.
 _ABSENT = b"absent"
+# Reply of a script that did not start a call.
+_READ_FIRST = b"read"
 
 # Results up to this size stay the whole of result_read_s; the SDK asks again within seconds, if it does.
 _READ_BYTES = 64 * 1024
@@ -151,17 +153,15 @@ class RedisFutures:
         another worker runs it or it is paused, TriedOften if it had more than `most_attempts`, and Unavailable, without
         a change, while its content is in an object store that is away.
         """
-        payload = self._to_run(request_id)
-        most = "" if most_attempts is None else most_attempts
-        found = self._run("claim_sample", request_id, worker, self._lease_ms, most)
+        begun = request_id, worker, self._lease_ms, "" if most_attempts is None else most_attempts
+        found, payload = self._start(request_id, lambda content: self._run("claim_sample", *begun, content))
         if found == 0:
             raise Fenced(f"{request_id} runs on another worker")
         if found == 1:
             raise TriedOften(f"{request_id} had more than {most_attempts} attempts")
         if not found:
             return None
-        payload = payload or self._to_run(request_id)
-        attempts, doubtful, waited_ms, adapter = found
+        attempts, doubtful, waited_ms, adapter, _ = found
         pinned = None if adapter is None else adapter.decode()
         return Entry(0, "sample", request_id, payload, "", attempts, waited_ms / 1000, pinned, bool(doubtful))
 
@@ -306,16 +306,21 @@ class RedisFutures:
                 f"the call takes {len(payload)} bytes, over engine.payload_budget_bytes ({self._budget}): split it"
             )
 
-    def _to_run(self, request_id: str) -> bytes:
-        """The content of a call.
+    def _start(self, request_id: str, start: Callable[[int | str], Any]) -> tuple[Any, bytes]:
+        """The reply of a script that starts a call, and the call's content. `start(most)` runs the script, which brings
+        along a content of at most so many bytes; '' if none is wanted.
 
-        It is read before the start is noted: an object store that is away must not count as an attempt. Lost content is
-        returned empty, so that the attempt fails, and after the last attempt the Op.
+        Other content is read before the start is noted: an object store that is away must not count as an attempt. Lost
+        content is returned empty, so that the attempt fails, and after the last attempt the Op.
         """
+        found = start(INLINE_BYTES)
+        if found != _READ_FIRST:
+            return found, found[-1] if isinstance(found, list) and found else b""
         try:
-            return self._payloads.get(request_id)
+            payload = self._payloads.get(request_id)
         except NotFound:
-            return b""
+            payload = b""
+        return start(""), payload
 
     def _absence(self, request_id: str, owners: Set[str]) -> NotFound | Gone:
         """Gone for an id whose parent belongs to the caller, because it existed once; NotFound for any other id."""

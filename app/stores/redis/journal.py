@@ -153,15 +153,13 @@ class RedisOpLog(RedisFutures):
         without a change, while the content is in an object store that is away.
         """
         request_id = ids.request_id(lease.model_id, seq)
-        payload = self._to_run(request_id)
-        found = self._run("next", lease.model_id, lease.epoch, seq, lease.worker, self._lease_ms)
+        begun = lease.model_id, lease.epoch, seq, lease.worker, self._lease_ms
+        found, payload = self._start(request_id, lambda content: self._run("next", *begun, content))
         if found == 0:
             raise Fenced(f"{lease.model_id} has an owner newer than epoch {lease.epoch}")
         if not found:
             return None
-        kind, doomed, attempts, waited_ms, doubtful, owner = found
-        # The Op may have been admitted, or its payload spilled, since the first read.
-        payload = payload or self._to_run(request_id)
+        kind, doomed, attempts, waited_ms, doubtful, owner, _ = found
         return Entry(
             seq,
             kind.decode(),

@@ -17,7 +17,7 @@ from app.stores.redis import keys
 from app.stores.redis.client import Scripts
 
 # To pass 5 MB to a script took four times as long as to write them to a key.
-_INLINE_BYTES = 64 * 1024
+INLINE_BYTES = 64 * 1024
 # One SET of 64 MiB held all other clients for 150 to 400 ms, and the longest of 64 pieces for 7 to 30 ms, on two busy
 # cores. Pieces of a quarter took longer in all, since each is written to disk on its own, and held others as long.
 PIECE_BYTES = 2**20
@@ -39,7 +39,7 @@ class Staging:
     def __init__(self, client: redis.Redis) -> None:
         self._redis = client
 
-    def place(self, content: bytes, inline: int = _INLINE_BYTES) -> tuple[bytes, str, int]:
+    def place(self, content: bytes, inline: int = INLINE_BYTES) -> tuple[bytes, str, int]:
         """(the bytes for a script, the key that will hold them, their size). The key is empty for bytes that are fewer
         than `inline`, else the bytes are empty."""
         is_small = len(content) < inline

@@ -162,18 +162,21 @@ redis.call('SET', key, ARGV[2], 'PX', ARGV[3])
 return 1
 
 -- script: next flags=allow-oom
--- needs: begin, history, now_ms
--- Start the Op at a seq. ARGV: model id, epoch, seq, worker, lease in ms.
--- Returns {kind, doomed, attempts, ms since admission, 1 if an attempt is in doubt, the model's owner as JSON}, {} when
--- the Op has not arrived, or 0 for a stale epoch.
-local model = ARGV[1]
+-- needs: begin, brought, history, now_ms
+-- Start the Op at a seq. ARGV: model id, epoch, seq, worker, lease in ms, most bytes of content to bring along, or '' when
+-- the content is read already.
+-- Returns {kind, doomed, attempts, ms since admission, 1 if an attempt is in doubt, the model's owner as JSON, content},
+-- {} when the Op has not arrived, 0 for a stale epoch, or 'read' without a change when the content has to be read first.
+local model, request = ARGV[1], ARGV[1] .. ':' .. ARGV[3]
 if redis.call('HGET', 'tinsmith:models:' .. model, 'epoch') ~= ARGV[2] or not is_current(model) then return 0 end
-local op = 'tinsmith:op:' .. model .. ':' .. ARGV[3]
+local op, content = 'tinsmith:op:' .. request, ''
 if redis.call('EXISTS', op) == 0 then return {} end
+if ARGV[6] ~= '' then content = brought(request, op, ARGV[6]) end
+if not content then return 'read' end
 local attempts, doubtful = begin(op, ARGV[4], ARGV[5])
 local found = redis.call('HMGET', op, 'kind', 'doomed', 'admitted')
 return {found[1], found[2] or '', attempts, now_ms() - found[3], doubtful,
-        redis.call('HGET', 'tinsmith:models:' .. model, 'owner') or '""'}
+        redis.call('HGET', 'tinsmith:models:' .. model, 'owner') or '""', content}
 
 -- script: begin_restore flags=allow-oom
 -- needs: begin, history

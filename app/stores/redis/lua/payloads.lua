@@ -37,6 +37,15 @@ local function content_of(bytes, staged, size)
   return {is_absent = is_absent, store = store, answered = answered, size = size}
 end
 
+-- part: brought
+-- The content of a request, for the script that starts it to bring along: its bytes, or '' for a request without any.
+-- Returns nil for a content over `most` bytes, or one in the object store: whoever asks reads it first.
+local function brought(request, op, most)
+  local payload = 'tinsmith:payload:' .. request
+  if redis.call('STRLEN', payload) > tonumber(most) or redis.call('HEXISTS', op, 'spilled') == 1 then return nil end
+  return redis.call('GET', payload) or ''
+end
+
 -- part: drop_payload
 -- Drop the payload of a request that is never run or replayed again. Call it before op:<request> is deleted: that hash
 -- has the key of a spilled payload.

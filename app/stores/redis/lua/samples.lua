@@ -155,13 +155,17 @@ end
 return content.answered(admit())
 
 -- script: claim_sample flags=allow-oom
--- needs: begin, count_rung, home, leave, node_of, now_ms, place
--- Start a sampling request. ARGV: request id, worker ("node/boot"), lease in ms, most attempts or ''.
--- Returns {attempts, 1 if one attempt is in doubt, ms since admission, adapter or false}; {} when it is terminal, 0
--- while another worker runs it or it is paused, or 1 when it had more than the most attempts.
-local op = 'tinsmith:op:' .. ARGV[1]
+-- needs: begin, brought, count_rung, home, leave, node_of, now_ms, place
+-- Start a sampling request. ARGV: request id, worker ("node/boot"), lease in ms, most attempts or '', most bytes of
+-- content to bring along, or '' when the content is read already.
+-- Returns {attempts, 1 if one attempt is in doubt, ms since admission, adapter or false, content}; {} when it is terminal,
+-- 0 while another worker runs it or it is paused, 1 when it had more than the most attempts, or 'read' without a change
+-- when the content has to be read first.
+local op, content = 'tinsmith:op:' .. ARGV[1], ''
 if redis.call('EXISTS', op) == 0 then return {} end
 if redis.call('HGET', op, 'ring') == 'paused' then return 0 end
+if ARGV[5] ~= '' then content = brought(ARGV[1], op, ARGV[5]) end
+if not content then return 'read' end
 if not redis.call('SET', 'tinsmith:lease:' .. ARGV[1], ARGV[2], 'NX', 'PX', ARGV[3]) then return 0 end
 local attempts, doubtful = begin(op, ARGV[2], ARGV[3])
 if ARGV[4] ~= '' and attempts > tonumber(ARGV[4]) then
@@ -177,7 +181,7 @@ local key = home_of(ARGV[1], found[2])
 -- Affinity moves to this node when the request was dispatched to the node with affinity and that node did not take it.
 local home = redis.call('GET', key)
 if not home or (home == before and node ~= before) then redis.call('SET', key, node, 'PX', HOME_MS) end
-return {attempts, doubtful, now_ms() - found[1], found[2]}
+return {attempts, doubtful, now_ms() - found[1], found[2], content}
 
 -- script: put_off_sample flags=allow-oom
 -- needs: leave, leave_project, place, refund

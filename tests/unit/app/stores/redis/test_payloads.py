@@ -270,6 +270,20 @@ def test_while_the_store_is_away_nothing_moves_and_only_spilled_ops_wait(
     assert payloads.remove_garbage() == 1, "the name of the try that failed"
 
 
+@pytest.mark.parametrize(("size", "calls"), [(0, [1, 0]), (64 * KB, [1, 0]), (64 * KB + 1, [2, 1])])
+def test_a_small_content_comes_with_the_start_and_a_large_one_before_it(
+    oplog: RedisOpLog, client: redis.Redis, size: int, calls: list[int]
+):
+    """In one round trip, for a training call and for a sample."""
+    admit(oplog, 0, size)
+    sample, lease = admit_sample(oplog, 0, size), own(oplog)
+    for start in (lambda: oplog.next(lease, 0), lambda: oplog.claim_sample(sample, "w/1")):
+        client.config_resetstat()
+        assert start().payload == content(0, size)
+        said = client.info("commandstats")
+        assert [said.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("evalsha", "getrange")] == calls
+
+
 def test_an_op_dropped_while_its_payload_is_written_leaves_no_object(
     oplog: RedisOpLog, payloads: RedisPayloads, store: AwayStore
 ):
