@@ -99,6 +99,13 @@ def newest_run(page: Page) -> Page:
     return page
 
 
+def await_reload(page: Page) -> None:
+    """Waits until htmx has loaded a part of the page again."""
+    with page.expect_response(lambda answer: answer.request.headers.get("hx-request") == "true"):
+        pass
+    page.wait_for_timeout(100)
+
+
 def steps(page: Page) -> int:
     return int(page.locator("dt", has_text="Steps").locator("xpath=../dd").inner_text())
 
@@ -178,12 +185,18 @@ def test_the_keyboard_alone_reaches_a_run_and_keeps_its_place_when_the_table_is_
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.id") == "run-1":
             break
-    with page.expect_response(lambda answer: answer.request.headers.get("hx-request") == "true"):
-        pass
-    page.wait_for_timeout(100)
+    await_reload(page)
     assert page.evaluate("document.activeElement.id") == "run-1"
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name="Curves")).to_be_visible()
+
+
+def test_a_table_on_a_phone_stays_scrolled_when_it_is_loaded_again(opened: Opener) -> None:
+    page = opened("phone")
+    page.locator("#runs").focus()
+    page.evaluate("document.activeElement.scrollLeft = 60")
+    await_reload(page)
+    assert page.evaluate("[document.activeElement.id, document.activeElement.scrollLeft]") == ["runs", 60]
 
 
 def test_a_checkpoint_is_published_and_deleted_with_a_second_press(
@@ -213,6 +226,7 @@ def test_an_adapter_is_sampled_beside_its_base_model(
     page.get_by_label("Length in tokens").fill("24")
     page.get_by_role("button", name="Sample").click()
     expect(page.locator(".answer.tokens")).to_have_count(2)
+    expect(page.locator(".answer.tokens").first).to_be_in_viewport()
     assert page.locator(".answer.tokens span").count() > 2
     _check(page, "playground", size, scheme)
 

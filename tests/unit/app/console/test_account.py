@@ -62,7 +62,7 @@ def test_a_key_sees_the_limits_of_its_project_and_their_use(
     shown = {name: cells for name, *cells in rows(page, f"Limits of project {project}")}
     assert shown["live models"] == ["0", "12", "0", "–"]
     assert shown["storage bytes"][:2] == ["0 B", "5 MB"]
-    assert {"requests a second", "tokens a second", "live sessions", "concurrent samples"} <= shown.keys()
+    assert {"requests a second", "tokens a second", "live sessions", "checkpoint TTL in seconds"} <= shown.keys()
     assert shown["weight"][1] == "1" and shown["keep checkpoints"] == ["–"] * 4
 
 
