@@ -44,7 +44,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test unit extras lint dist bench chaos faults soak week property recipes fuzz openapi mutants clean
-.PHONY: alerts chart dashboards docs families gpu-check ui upgrade upgrade-fixture hashes isa images compose-up compose-train compose-down
+.PHONY: alerts chart dashboards docs families gpu-check lighthouse ui upgrade upgrade-fixture hashes isa images compose-up compose-train compose-down
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ bench: $(TEST_SETUP)  ## Measure against the goals, JSON in ops/bench/results; B
 
 ui: $(TEST_SETUP)  ## Use the console in headless Chromium while a run trains (Debian: apt install chromium)
 	$(BIN)/python -m pytest tests/ui
+
+lighthouse: $(TEST_SETUP)  ## Measure the console's pages with Lighthouse (npm install --global lighthouse); each >= 95
+	$(BIN)/python -m tests.ui.lighthouse
 
 alerts:  ## Check and test the alert rules with promtool (Debian: apt install prometheus)
 	promtool check config ops/prometheus/prometheus.yml
