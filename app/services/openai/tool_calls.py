@@ -1,4 +1,5 @@
-"""Tool calls in generated text, in the forms that templates of Qwen, Hermes, Llama, Mistral and DeepSeek teach.
+"""Tool calls in generated text, in the forms that templates of Qwen, Hermes, GLM, Llama, Mistral and DeepSeek
+teach.
 
 A model may generate any text, of any length. The parsers take linear time and use no regular expression: one took cubic
 time, and blocked all other threads.
@@ -15,6 +16,7 @@ from app.services.openai.generation import held_back
 from app.services.openai.tool_arguments import Declared, declared, read_value
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 _MISTRAL, _MISTRAL_ID, _MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _LLAMA = "<|python_tag|>"
 # The bar and the underscore of these tags are not those of ASCII.
@@ -104,7 +106,8 @@ class ToolText:
         return self._kept.find(self._mark)
 
 
-def _call(name: Any, arguments: Any) -> ToolCall:
+def checked_call(name: Any, arguments: Any) -> ToolCall:
+    """A call with the parsed arguments. Raises ValueError if it is none."""
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         raise ValueError("a call is a name and an object")
     # Python reads NaN and numbers beyond a double's range, which are no JSON.
@@ -115,7 +118,14 @@ def _json_call(found: Any) -> ToolCall:
     """The call {"name": ..., "arguments": {...}}; Llama calls the arguments "parameters"."""
     if not isinstance(found, dict):
         raise ValueError("a call is an object")
-    return _call(found.get("name"), found.get("arguments", found.get("parameters", {})))
+    return checked_call(found.get("name"), found.get("arguments", found.get("parameters", {})))
+
+
+def _of_tool(call: ToolCall, tools: Declared) -> ToolCall:
+    """The call. Raises ValueError if no tool has its name."""
+    if call.name not in tools:
+        raise ValueError("no tool has this name")
+    return call
 
 
 def _between(text: str, begin: str, end: str) -> list[str]:
@@ -147,7 +157,23 @@ def _qwen_xml(text: str, tools: Declared) -> list[ToolCall]:
         name, inside = _split(function, ">")
         schemas = tools.get(name, {})
         parameters = [_split(one, ">") for one in _between(inside, "<parameter=", "</parameter>")]
-        calls.append(_call(name, {key: read_value(value, schemas.get(key)) for key, value in parameters}))
+        calls.append(checked_call(name, {key: read_value(value, schemas.get(key)) for key, value in parameters}))
+    return calls
+
+
+def _glm(text: str, tools: Declared) -> list[ToolCall]:
+    """<tool_call>NAME<arg_key>KEY</arg_key><arg_value>value</arg_value></tool_call>. A name has no tag of its own, so
+    it must be that of a tool."""
+    calls = []
+    for part in _between(text, _CALL, _CALL_END):
+        name, key, rest = part.partition(_KEY)
+        schemas, arguments = tools.get(name.strip(), {}), {}
+        for head, value in (_split(pair, _VALUE) for pair in _between(key + rest, _KEY, _VALUE_END)):
+            key, behind = _split(head, _KEY_END)
+            if behind.strip():
+                raise ValueError("text between a key and its value")
+            arguments[key] = read_value(value, schemas.get(key))
+        calls.append(_of_tool(checked_call(name.strip(), arguments), tools))
     return calls
 
 
@@ -158,9 +184,7 @@ def _llama(text: str, tools: Declared) -> list[ToolCall]:
     place, decoder = 0, json.JSONDecoder()
     while place < len(rest):
         found, place = decoder.raw_decode(rest, place)
-        calls.append(_json_call(found))
-        if calls[-1].name not in tools:
-            raise ValueError("no tool has this name")
+        calls.append(_of_tool(_json_call(found), tools))
         while place < len(rest) and (rest[place].isspace() or rest[place] == ";"):
             place += 1
     return calls
@@ -173,7 +197,7 @@ def _mistral(text: str, _: Declared) -> list[ToolCall]:
         found = json.loads(parts[0])
         return [_json_call(call) for call in found]
     pairs = [_split(part, _MISTRAL_ARGUMENTS) for part in parts]
-    return [_call(name.partition(_MISTRAL_ID)[0].strip(), json.loads(arguments)) for name, arguments in pairs]
+    return [checked_call(name.partition(_MISTRAL_ID)[0].strip(), json.loads(arguments)) for name, arguments in pairs]
 
 
 def _deepseek(text: str, _: Declared) -> list[ToolCall]:
@@ -185,12 +209,13 @@ def _deepseek(text: str, _: Declared) -> list[ToolCall]:
         name, arguments = _split(part, separator)
         if arguments.rstrip().endswith("```"):
             name, arguments = _split(arguments.rstrip().removesuffix("```"), "```json")
-        calls.append(_call(name.strip(), json.loads(arguments)))
+        calls.append(checked_call(name.strip(), json.loads(arguments)))
     return calls
 
 
-# The first one that a template teaches is taken: Qwen's templates with XML hold the tag of Hermes too.
+# The first one that a template teaches is taken: templates of Qwen with XML and of GLM hold the tag of Hermes too.
 _FORMATS = (
+    ToolFormat([_CALL, _KEY], [_CALL, _CALL_END, _KEY, _KEY_END, _VALUE, _VALUE_END], _glm),
     ToolFormat([_CALL, "<parameter="], [_CALL, _CALL_END], _qwen_xml),
     ToolFormat([_CALL], [_CALL, _CALL_END], _hermes),
     ToolFormat([_MISTRAL], [_MISTRAL, _MISTRAL_ID, _MISTRAL_ARGUMENTS], _mistral),

@@ -28,6 +28,10 @@ XML = (
     "<tool_call>\n<function=weather>\n<parameter=town>\nZürich\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
     "</function>\n</tool_call>"
 )
+GLM = (
+    "<tool_call>weather\n<arg_key>town</arg_key>\n<arg_value>Zürich</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+)
 LLAMA = f'{{"name": "weather", "parameters": {WRITTEN}}}'
 LISTED = f'{{"name": "weather", "arguments": {WRITTEN}, "id": "a"}}'
 NAMED = f"[TOOL_CALLS]weather[ARGS]{WRITTEN}"
@@ -38,6 +42,8 @@ SAYS = 'Respond in the format {"name": function name, "parameters": dictionary o
 FAMILIES = {
     "Hermes and Qwen": Family("<tool_call>", HERMES, f"{HERMES}\n{HERMES}"),
     "Qwen with XML": Family("<tool_call>\n<function=f>\n<parameter=x>", XML, f"{XML}\n{XML}"),
+    "GLM": Family("<tool_call>{name}\n<arg_key>", GLM, f"{GLM}\n{GLM}".replace("</tool_call>\n", "</tool_call>")),
+    "GLM without line breaks": Family("<tool_call>{name}<arg_key>", GLM.replace("\n", ""), GLM.replace("\n", "") * 2),
     "Llama": Family(SAYS, f"<|python_tag|>{LLAMA}", f"<|python_tag|>{LLAMA}; {LLAMA}"),
     "Mistral with a list": Family("[TOOL_CALLS]", f"[TOOL_CALLS] [{LISTED}]", f"[TOOL_CALLS] [{LISTED}, {LISTED}]"),
     "Mistral with names": Family("[TOOL_CALLS]", NAMED, NAMED + NAMED.replace("[ARGS]", "[CALL_ID]a[ARGS]")),
@@ -99,10 +105,15 @@ def test_other_text_passes_at_once(text: str):
         assert text.strip() in shown
 
 
-def test_a_call_without_parameters_has_an_empty_object():
-    assert read(FAMILIES["Qwen with XML"].template, "<tool_call><function=f></function></tool_call>", 1)[2] == [
-        ("f", {})
-    ]
+@pytest.mark.parametrize(
+    ("family", "call"),
+    [
+        ("Qwen with XML", "<tool_call><function=weather></function></tool_call>"),
+        ("GLM", "<tool_call>weather\n</tool_call>"),
+    ],
+)
+def test_a_call_without_parameters_has_an_empty_object(family: str, call: str):
+    assert read(FAMILIES[family].template, call, 1)[2] == [("weather", {})]
 
 
 @pytest.mark.parametrize("template", ["", "{{ tools }}", "<function=f>", "<parameter=x>"])
@@ -131,10 +142,21 @@ XML_NO_CALLS = {
     "no number of JSON": XML.replace("days", "x").replace("3", "1e999"),
     "JSON": HERMES,
 }
+GLM_NO_CALLS = {
+    "no name": GLM.replace("weather", ""),
+    "no key": GLM.replace("days", ""),
+    "no end of a key": GLM.replace("days</arg_key>", "days"),
+    "no value": GLM.replace("<arg_value>3", "3"),
+    "text before a value": GLM.replace("\n<arg_value>3", "and<arg_value>3"),
+    "text behind a value": GLM.replace("3</arg_value>", "3</arg_value>and"),
+    "no number": GLM.replace("3", "three"),
+    "JSON": HERMES,
+}
 DEEPSEEK_NO_CALLS = {"two lists": f"{CALLS}{V31}{END}" * 2, "no name": f"{CALLS}{V31}{END}".replace("weather", "")}
 NO_CALLS = [
     *(("Hermes and Qwen", text) for text in HERMES_NO_CALLS.values()),
     *(("Qwen with XML", text) for text in XML_NO_CALLS.values()),
+    *(("GLM", text) for text in GLM_NO_CALLS.values()),
     *(("DeepSeek V3.1", text) for text in DEEPSEEK_NO_CALLS.values()),
     ("Mistral with a list", "[TOOL_CALLS][]"),
     ("Mistral with a list", "[TOOL_CALLS][1]"),
