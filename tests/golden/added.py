@@ -56,8 +56,8 @@ CHANGED: dict[str, dict[str, Any]] = {
         "schemas Message": "8c035916e210235250c77486131aba2968a3ccb74cf10b8d49f80d220d22058c",
         # Both can ask for token ids.
         "schemas Completion": "e8be5d4239aa4dd60915626069e0ecea8fb199969307360003e6c4b0e54f7387",
-        # parallel_tool_calls can be false, response_format a JSON schema; chat_template_kwargs.
-        "schemas ChatCompletion": "9000b44405c6dccbbba311a7e2a95f11af651cfff4d5e891542cb66b920c0f68",
+        # parallel_tool_calls can be false, response_format a JSON schema; chat_template_kwargs, reasoning_effort.
+        "schemas ChatCompletion": "172d34add7b9a1f3d4e642fb5daee81d3ae83f3ad753c1940448d520fb9ca381",
         # Their answers in JSON are described, with an example.
         "post /api/v1/retrieve_future": "d2fd7fe87ee6012cda53fe44333725649f6c0e2ecf00daaf559e9647d7746c8d",
         "post /oai/api/v1/chat/completions": "abd5990d5f58a47caa0083cb968475addef6a51177cfaf8c732c90ff35081377",

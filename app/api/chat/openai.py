@@ -42,6 +42,7 @@ MAX_VARIABLES = 20
 MAX_NUMBER = 10_000
 MAX_TEXT = 1000
 MAX_FIELD = 64
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 class StreamOptions(Counted):
@@ -165,7 +166,7 @@ class ChatCompletion(Request):
     function_call = Unsupported("none")
     audio = Unsupported()
     prediction = Unsupported()
-    reasoning_effort = Unsupported()
+    reasoning_effort = fields.String(load_default=None, validate=validate.OneOf(EFFORTS))
     verbosity = Unsupported()
     web_search_options = Unsupported()
 

@@ -45,7 +45,8 @@ def chat_of(asked: Mapping[str, Any]) -> Chat:
     choice = asked["tool_choice"]
     tools = [] if choice["type"] == "none" else [_tool(tool) for tool in asked["tools"]]
     variables = {"enable_thinking": thinks(asked)}
-    return Chat(asked["model"], messages, tools, not choice["disable_parallel_tool_use"], prefill, variables)
+    parallel, is_json = not choice["disable_parallel_tool_use"], asked["output_config"]["format"] is not None
+    return Chat(asked["model"], messages, tools, parallel, prefill, variables, is_json=is_json)
 
 
 def thinks(asked: Mapping[str, Any]) -> bool:

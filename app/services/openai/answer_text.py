@@ -1,16 +1,18 @@
 """The parts of a chat's answer: the model's thoughts, its text and its tool calls.
 
 Models that think write their thoughts between <think> tags before the answer. Some templates open the tag in the
-prompt.
+prompt. harmony.py reads the answers of gpt-oss.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from app.services.openai.generation import Delta, held_back
+from app.services.openai.harmony import TAGS, HarmonyOptions, HarmonyText
 from app.services.openai.tool_calls import OfferedTools, ToolCall, ToolText
 
 _OPEN, _CLOSE = "<think>", "</think>"
@@ -35,11 +37,19 @@ def thoughts_of(template: str, text: str, prefill: str) -> Thoughts:
 @dataclass(frozen=True, slots=True)
 class ParseOptions:
     """How an answer is read. With `tools` its text is searched for calls of them. Without `parallel`, the first call of
-    an answer is kept."""
+    an answer is kept. An answer in harmony has `harmony` instead of `thoughts` and `tools`."""
 
     thoughts: Thoughts = Thoughts.NONE
     tools: OfferedTools | None = None
     parallel: bool = True
+    harmony: HarmonyOptions | None = None
+
+    @property
+    def tags(self) -> Sequence[str]:
+        """The tags that are part of the text even if they are special tokens."""
+        if self.harmony:
+            return TAGS
+        return self.tools.form.tags if self.tools else ()
 
 
 class Parts(NamedTuple):
@@ -54,21 +64,38 @@ class AnswerText:
     """Separates the text of one answer into its parts."""
 
     def __init__(self, options: ParseOptions) -> None:
-        self._parsing = options
-        self._thoughts = ThoughtText(options.thoughts)
-        self._tools = ToolText(options.tools) if options.tools else None
+        self._parallel = options.parallel
+        self._reader = HarmonyText(options.harmony) if options.harmony else TaggedText(options)
 
     def split(self, delta: Delta) -> Parts:
         """The parts that are certain with this delta of the answer."""
-        thoughts, text = self._thoughts.push(delta.text)
-        if delta.finish:
-            rest = self._thoughts.finish()
-            thoughts, text = thoughts + rest[0], text + rest[1]
-        if self._tools is None:
+        thoughts, text = self._reader.push(delta.text)
+        if not delta.finish:
             return Parts(thoughts, text, [])
+        more_thoughts, more, calls = self._reader.finish()
+        return Parts(thoughts + more_thoughts, text + more, calls if self._parallel else calls[:1])
+
+
+class TaggedText:
+    """Separates thoughts at the beginning of an answer and tool calls at its end from the text."""
+
+    def __init__(self, options: ParseOptions) -> None:
+        self._thoughts = ThoughtText(options.thoughts)
+        self._tools = ToolText(options.tools) if options.tools else None
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Adds text, and returns the (thoughts, text) that are certain by now."""
+        thoughts, text = self._thoughts.push(text)
+        return thoughts, self._tools.push(text) if self._tools else text
+
+    def finish(self) -> tuple[str, str, list[ToolCall]]:
+        """The rest of (thoughts, text), and the calls."""
+        thoughts, text = self._thoughts.finish()
+        if self._tools is None:
+            return thoughts, text, []
         text = self._tools.push(text)
-        more, calls = self._tools.finish() if delta.finish else ("", [])
-        return Parts(thoughts, text + more, calls if self._parsing.parallel else calls[:1])
+        more, calls = self._tools.finish()
+        return thoughts, text + more, calls
 
 
 class ThoughtText:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.domain.records import BaseModelInfo, Sampler
 from app.domain.sampling import SampleRequest
-from app.services.openai.answer_text import Thoughts, thoughts_of
+from app.errors import BadRequest
+from app.services.openai.answer_text import ParseOptions, thoughts_of
+from app.services.openai.harmony import STOPS, HarmonyOptions, for_harmony, is_harmony, opened
 from app.services.openai.images import ImageTokensOf, image_files
 from app.services.openai.tokenizer import BaseTokenizer, for_template
 from app.services.openai.tool_calls import OfferedTools, format_of
@@ -40,7 +42,8 @@ class Sampling:
 @dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation with a model. `messages` and `tools` have OpenAI's form. Without `parallel`, the first tool call
-    of an answer is kept. `prefill` is the beginning of the answer. `variables`: further variables of the template."""
+    of an answer is kept. `prefill` is the beginning of the answer. `variables`: further variables of the template.
+    `effort`: its `reasoning_effort`. `is_json`: the answer follows a JSON schema."""
 
     model: str
     messages: Sequence[Mapping[str, Any]]
@@ -48,6 +51,8 @@ class Chat:
     parallel: bool = True
     prefill: str = ""
     variables: Mapping[str, Any] = field(default_factory=dict)
+    effort: str | None = None
+    is_json: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +73,36 @@ class Target:
         return [self._prompt(prompt) for prompt in (given if several else [given])]
 
     def chat_prompt(self, chat: Chat) -> tuple[str, ModelInput]:
-        """The prompt of a conversation: its text without the prefill, and its tokens and images. Raises BadRequest, or
-        Unavailable while the files of the model's image processor cannot be fetched."""
+        """The prompt of a conversation: its text without the prefill, and its tokens and images. Raises BadRequest, for
+        instance for an effort that the template does not read, or Unavailable while the files of the model's image
+        processor cannot be fetched."""
         files = image_files(chat.messages)
         check_reads_images(files, self.info)
-        text = self.tokenizer.chat_text(for_template(chat.messages), chat.tools, chat.variables)
+        text = self._chat_text(chat)
         tokens = self.tokenizer.encode_rendered(text + chat.prefill, self.info.max_context)
         if files:
             return text, self.image_tokens_of(self.sampler.base_model).place(tokens, files)
         return text, text_input(tokens)
 
-    def thoughts(self, chat: Chat, text: str) -> Thoughts:
-        """The place of thoughts in the answer to a conversation with a prompt of this text."""
-        return thoughts_of(self.tokenizer.template(chat.tools), text, chat.prefill)
+    def parsing(self, chat: Chat, text: str) -> ParseOptions:
+        """How to read the answer to a conversation with a prompt of this text. Tool calls are read if the template
+        teaches a known form of them."""
+        if chat.is_json:
+            return ParseOptions()
+        if self._in_harmony(chat):
+            harmony = HarmonyOptions.of(text + chat.prefill, calls=bool(chat.tools))
+            return ParseOptions(parallel=chat.parallel, harmony=harmony)
+        template = self.tokenizer.template(chat.tools)
+        form = format_of(template) if chat.tools else None
+        tools = OfferedTools(form, chat.tools) if form else None
+        return ParseOptions(thoughts_of(template, text, chat.prefill), tools, chat.parallel)
 
-    def offered(self, chat: Chat) -> OfferedTools | None:
-        """The tools that the model is offered, if its template teaches a known form of calls."""
-        form = format_of(self.tokenizer.template(chat.tools)) if chat.tools else None
-        return OfferedTools(form, chat.tools) if form else None
+    def chat_request(self, chat: Chat, sampling: Sampling, prompt: ModelInput) -> SampleRequest:
+        """A checked request for an answer in a conversation. Raises BadRequest. The tokens that end an answer in
+        harmony do not count as the caller's stops."""
+        request = self.request(sampling, prompt)
+        ends = self.tokenizer.special_ids(STOPS) if self._in_harmony(chat) else ()
+        return replace(request, stop_tokens=tuple(ends))
 
     def request(self, sampling: Sampling, prompt: ModelInput, *, score_prompt: bool = False) -> SampleRequest:
         """A checked request. Raises BadRequest.
@@ -111,6 +128,21 @@ class Target:
         )
         check_sample(request, self.info, self.limits)
         return request
+
+    def _in_harmony(self, chat: Chat) -> bool:
+        return is_harmony(self.tokenizer.template(chat.tools))
+
+    def _chat_text(self, chat: Chat) -> str:
+        variables = chat.variables
+        if chat.effort is not None:
+            if "reasoning_effort" not in self.tokenizer.template(chat.tools):
+                raise BadRequest("reasoning_effort: the chat template of this model does not read it; leave it out")
+            variables = {"reasoning_effort": chat.effort, **variables}
+        messages = for_template(chat.messages)
+        if not self._in_harmony(chat):
+            return self.tokenizer.chat_text(messages, chat.tools, variables)
+        text = self.tokenizer.chat_text(for_harmony(messages), chat.tools, variables)
+        return text + opened(chat.prefill, is_json=chat.is_json)
 
     def _prompt(self, prompt: Any) -> ModelInput:
         if isinstance(prompt, str):

@@ -19,7 +19,7 @@ from app.domain.sampling import SampleRequest
 from app.errors import BadRequest, NotFound
 from app.services.admission import AdmissionService, QuotaService
 from app.services.base_models import BaseModels, sampler_role
-from app.services.openai.answer_text import ParseOptions, Thoughts
+from app.services.openai.answer_text import ParseOptions
 from app.services.openai.answers import AnswerHead, ChatForm, CompletionForm, Form, Usage
 from app.services.openai.captures import CaptureService
 from app.services.openai.generation import Choices, Delta, Options
@@ -126,9 +126,16 @@ class OpenAiService:
     def chat(self, caller: Caller, asked: Mapping[str, Any], gone: Gone) -> Answer:
         """The answer of a chat. Raises the same errors."""
         tools = [] if asked["tool_choice"] == "none" else asked["tools"]
-        variables = asked["chat_template_kwargs"]
-        chat = Chat(asked["model"], asked["messages"], tools, asked["parallel_tool_calls"], variables=variables)
         most, schema = asked["max_completion_tokens"] or asked["max_tokens"], _schema(asked["response_format"])
+        chat = Chat(
+            asked["model"],
+            asked["messages"],
+            tools,
+            asked["parallel_tool_calls"],
+            variables=asked["chat_template_kwargs"],
+            effort=asked["reasoning_effort"],
+            is_json=bool(schema),
+        )
         sampling = _sampling(asked, most, asked["top_logprobs"], schema)
         options = Options(scores=asked["logprobs"], ids=asked["return_token_ids"])
         form = partial(ChatForm, scores=options.scores, ids=options.ids, with_usage=_with_usage(asked))
@@ -139,14 +146,12 @@ class OpenAiService:
     ) -> Answer:
         """The answer in a conversation. Raises the same errors."""
         model = self._model(caller, chat.model)
-        if sampling.json_schema and (chat.tools or chat.prefill):
+        if chat.is_json and (chat.tools or chat.prefill):
             raise BadRequest("an answer that follows a JSON schema holds no tool call and continues no text: send none")
         text, prompt = model.chat_prompt(chat)
-        request = model.request(sampling, prompt)
-        thoughts = Thoughts.NONE if sampling.json_schema else model.thoughts(chat, text)
-        tools = model.offered(chat)
-        parsing = ParseOptions(thoughts, tools, parallel=chat.parallel)
-        options = replace(options, tags=tools.form.tags if tools else ())
+        request = model.chat_request(chat, sampling, prompt)
+        parsing = model.parsing(chat, text)
+        options = replace(options, tags=parsing.tags)
         return self._answer(caller, model, chat.model, [request], form(parsing), options, gone)
 
     def count(self, caller: Caller, chat: Chat) -> int:

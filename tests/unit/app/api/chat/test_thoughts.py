@@ -25,6 +25,7 @@ def template() -> str:
         "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
         "{{ message.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
         "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+        "{% if opens %}<think>\n{% endif %}"
     )
 
 
@@ -75,6 +76,14 @@ def test_the_template_has_the_variables_of_the_caller(openai: OpenAi, given: dic
     thinks, does_not = prompts(openai.standin)
     assert thinks.endswith(BEGUN)
     assert does_not == thinks + EMPTY
+
+
+@pytest.mark.usefixtures("follows_schemas")
+def test_an_answer_that_follows_a_schema_has_none(openai: OpenAi):
+    openai.standin.says('{"a": 1}')
+    for response_format, name in (({"type": "text"}, "reasoning"), ({"type": "json_object"}, "content")):
+        answer = openai.chat(response_format=response_format, chat_template_kwargs={"opens": True})
+        assert answer["choices"][0]["message"][name] == '{"a": 1}'
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])

@@ -24,7 +24,7 @@ def translated(*turns: tuple[str, Any], system: Any = None) -> list[dict[str, An
     messages = [{"role": role, "content": content} for role, content in turns]
     choice = {"type": "auto", "disable_parallel_tool_use": False}
     asked = {"model": "base", "messages": messages, "system": system, "tools": [], "tool_choice": choice}
-    asked["thinking"] = {"type": "disabled"}
+    asked |= {"thinking": {"type": "disabled"}, "output_config": {"format": None}}
     return for_template(chat_of(asked).messages)
 
 

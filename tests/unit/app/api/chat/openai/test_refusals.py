@@ -52,6 +52,8 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a large number": ("chat/completions", {"chat_template_kwargs": {"a": 10**9}}, "a must be true, false"),
     "a long text": ("chat/completions", {"chat_template_kwargs": {"a": "x" * 1001}}, "at most 1000 characters"),
     "many variables": ("chat/completions", {"chat_template_kwargs": {f"a{i}": 1 for i in range(21)}}, "at most 20"),
+    "an effort nobody reads": ("chat/completions", {"reasoning_effort": "low"}, "reasoning_effort: the chat template"),
+    "an unknown effort": ("chat/completions", {"reasoning_effort": "heroic"}, "reasoning_effort"),
     "required": ("chat/completions", {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
     "an image": ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
     "a role": ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "role"),
