@@ -109,14 +109,15 @@ def test_what_an_aborted_request_drew_is_known(sampler, streams):
         if error is not None:
             break
     assert isinstance(error, Aborted)
-    assert 10 < handle.tokens_used < 2 * 240, "another drew 60 beside it"
-    assert sum(map(len, seen.tokens.values())) <= handle.tokens_used
+    assert 10 < handle.sampled_tokens < 2 * 240, "another drew 60 beside it"
+    assert sum(map(len, seen.tokens.values())) <= handle.sampled_tokens
 
 
 def test_a_request_that_ends_took_what_it_answers(sampler):
     handle = RequestHandle()
     output = sampler.sample("one", ask(PROMPTS[1], num_samples=3, max_tokens=9), handle)
-    assert handle.tokens_used == sum(len(sequence.tokens) for sequence in output.sequences) == 27
+    assert handle.sampled_tokens == sum(len(sequence.tokens) for sequence in output.sequences) == 27
+    assert handle.cached_tokens == output.cached_tokens
 
 
 def test_a_short_request_of_another_project_does_not_wait_for_a_long_one(sampler):

@@ -48,6 +48,7 @@ class Request:
     runner: str = ""
     result: Result | None = None
     aborted: bool = False
+    drawn_until_stopped: int = 0
 
     @property
     def over(self) -> bool:
@@ -158,7 +159,9 @@ class SamplingMachine(RuleBasedStateMachine):
         if crash:
             self.client.delete(keys.lease(request_id))
         else:
-            self.oplog.put_off_sample(request_id, request.runner)
+            self.oplog.put_off_sample(request_id, request.runner, {SAMPLED: 1})
+            if request.runner and request.aborted:
+                request.drawn_until_stopped = 1
             if request.runner and not request.over:
                 request.node, request.off = "", True
         request.runner = ""
@@ -229,8 +232,9 @@ class SamplingMachine(RuleBasedStateMachine):
         assert sorted(row.id for row in self.oplog.pending()) == sorted(waiting)
 
     @invariant()
-    def what_was_drawn_is_counted_once_and_only_where_it_came_to_something(self) -> None:
+    def what_was_drawn_is_counted_once_and_only_for_a_result_or_until_a_cancellation(self) -> None:
         drawn = [r.tokens for r in self.requests.values() if r.result is not None and not r.result.failed]
+        drawn += [r.drawn_until_stopped for r in self.requests.values()]
         assert sum(used(self.client).values()) == sum(drawn)
 
     @invariant()

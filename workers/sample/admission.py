@@ -74,7 +74,7 @@ class BatchAdmission:
         handle.project, handle.weight = project, mine.weight
         handle.on_end = lambda: self._make_room(mine, 1)
         self._wait(mine, handle)
-        handle.tokens_used += len(request.prompt)
+        handle.prompt_tokens = len(request.prompt)
         try:
             yield
         finally:

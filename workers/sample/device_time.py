@@ -6,14 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-
-@dataclass
-class DeviceTime:
-    """The device time of one request in milliseconds; 0 until it has ended."""
-
-    ms: int = 0
+from workers.backends.sampling.base import RequestHandle
 
 
 class DeviceClock:
@@ -30,13 +24,14 @@ class DeviceClock:
         self._sequences, self._per_sequence, self._at = 0, 0.0, 0.0
 
     @contextmanager
-    def share(self, sequences: int) -> Iterator[DeviceTime]:
-        """A request of so many sequences is inside while the block runs. The time is set at the end of the block."""
-        used, entered = DeviceTime(), self._change(sequences)
+    def share(self, sequences: int, handle: RequestHandle) -> Iterator[None]:
+        """A request of so many sequences is inside while the block runs. At the end of the block `handle` gets its
+        time."""
+        entered = self._change(sequences)
         try:
-            yield used
+            yield
         finally:
-            used.ms = round(1000 * sequences * (self._change(-sequences) - entered))
+            handle.device_ms = round(1000 * sequences * (self._change(-sequences) - entered))
 
     def _change(self, sequences: int) -> float:
         with self._lock:

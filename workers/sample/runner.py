@@ -108,9 +108,9 @@ class SampleRunner:
         further one. Returns their ids. May be called from any thread. Raises RedisError while the state server is
         away."""
         self._ending = True
-        running = self._running_requests.tokens_used()
-        for request_id, tokens_used in running.items():
-            self._oplog.put_off_sample(request_id, self._worker, tokens_used)
+        running = self._running_requests.handles()
+        for request_id, handle in running.items():
+            self._oplog.put_off_sample(request_id, self._worker, _usage(handle))
         return list(running)
 
     def _run_last_attempts(self) -> None:
@@ -143,20 +143,20 @@ class SampleRunner:
                 try:
                     self._finish(entry, sampling_session_id, handle)
                 except (Aborted, Unavailable) as reason:
-                    self._leave(request_id, reason, handle.tokens_used)
+                    self._leave(request_id, reason, handle)
                 except (redis.RedisError, OSError) as error:
-                    self._put_off(request_id, handle.tokens_used)
+                    self._put_off(request_id, handle)
                     telemetry.op_retried(request_id, "sample", type(error).__name__)
                     raise
                 finally:
                     self._keeper.drop(request_id)
                     self._throttled.dispatch_next()
 
-    def _leave(self, request_id: str, reason: Exception, tokens_used: int) -> None:
+    def _leave(self, request_id: str, reason: Exception, handle: RequestHandle) -> None:
         """Gives up a request that was cancelled, belongs to another worker, or runs later. Raises Requeue unless it was
         cancelled."""
         log.info("sample stopped: %s", reason, extra={"request_id": request_id})
-        self._put_off(request_id, tokens_used)
+        self._put_off(request_id, handle)
         if not self._ended_elsewhere(request_id):
             telemetry.op_retried(request_id, "sample", type(reason).__name__)
             raise Requeue(f"{request_id}: {reason}")
@@ -171,8 +171,8 @@ class SampleRunner:
             telemetry.op_abandoned(request_id, "another worker was faster")
         return outcome is not None
 
-    def _put_off(self, request_id: str, tokens_used: int) -> None:
-        put_back = partial(self._oplog.put_off_sample, request_id, self._worker, tokens_used)
+    def _put_off(self, request_id: str, handle: RequestHandle) -> None:
+        put_back = partial(self._oplog.put_off_sample, request_id, self._worker, _usage(handle))
         self._keeper.put_offs.add(request_id, put_back)
 
     def _finish(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> None:
@@ -181,7 +181,7 @@ class SampleRunner:
         ran = time.monotonic()
         if not self._oplog.finish_sample(entry.request_id, result, usage, routes):
             # It was cancelled just before, or another worker was faster.
-            self._put_off(entry.request_id, handle.tokens_used)
+            self._put_off(entry.request_id, handle)
             if routes is not None:
                 self._route_files.remove(routes)
             self._ended_elsewhere(entry.request_id)
@@ -221,18 +221,16 @@ class SampleRunner:
         pinned = sampler.prefix if entry.adapter is None else entry.adapter
         adapter = self._adapters.use(pinned, sampler.owner, handle)
         slot = self._batch_admission.slot(sampler.owner, request, handle)
-        share = self._device_clock.share(request.num_samples)
-        with adapter as adapter_id, slot, share as used:
+        with adapter as adapter_id, slot, self._device_clock.share(request.num_samples, handle):
             output = self._backend.sample(adapter_id, request, handle)
         routes = self._keep_routes(entry.request_id, request.prompt, output)
-        prompt, sampled = len(request.prompt), sum(len(sequence.tokens) for sequence in output.sequences)
-        uses = {"prompt": prompt, "prefilled": prompt - output.cached_tokens, "cached": output.cached_tokens}
-        for use, tokens in (uses | {"sampled": sampled}).items():
+        handle.cached_tokens = output.cached_tokens
+        handle.sampled_tokens = sum(len(sequence.tokens) for sequence in output.sequences)
+        prefilled = handle.prompt_tokens - handle.cached_tokens
+        uses = {"prompt": handle.prompt_tokens, "prefilled": prefilled, "cached": handle.cached_tokens}
+        for use, tokens in (uses | {"sampled": handle.sampled_tokens}).items():
             telemetry.TOKENS.labels(use).inc(tokens)
-        usage = {PREFILLED: prompt - output.cached_tokens, CACHED: output.cached_tokens, SAMPLED: sampled}
-        usage[DEVICE] = used.ms
-        counted = {kind: amount for kind, amount in usage.items() if amount}
-        return _Ran(Result(encode_sample(output), PROTOBUF), counted, routes)
+        return _Ran(Result(encode_sample(output), PROTOBUF), _usage(handle), routes)
 
     def _keep_routes(self, request_id: str, prompt: np.ndarray, output: SampleOutput) -> StoredRoutes | None:
         """Stores the routes, if the engine recorded any, before the result can be read."""
@@ -253,6 +251,17 @@ def _op_error(entry: Entry, error: Exception) -> OpError:
         return error
     log.error("sampling failed", exc_info=error, extra={"request_id": entry.request_id})
     return ServerOpError(f"sampling failed: {type(error).__name__}; see the sampler's log")
+
+
+def _usage(handle: RequestHandle) -> Usage:
+    """The usage of a request so far, whether it ended or was stopped."""
+    amounts = {
+        PREFILLED: handle.prompt_tokens - handle.cached_tokens,
+        CACHED: handle.cached_tokens,
+        SAMPLED: handle.sampled_tokens,
+        DEVICE: handle.device_ms,
+    }
+    return {kind: amount for kind, amount in amounts.items() if amount}
 
 
 class RunningRequests:
@@ -277,10 +286,10 @@ class RunningRequests:
                 if not self._running[request_id]:
                     del self._running[request_id]
 
-    def tokens_used(self) -> dict[str, int]:
-        """The requests that run here, with the tokens each has used."""
+    def handles(self) -> dict[str, RequestHandle]:
+        """The requests that run here, each with the handle that has used the most tokens."""
         with self._lock:
-            return {id_: max(handle.tokens_used for handle in handles) for id_, handles in self._running.items()}
+            return {id_: max(handles, key=lambda handle: handle.tokens_used) for id_, handles in self._running.items()}
 
     def abort(self, request_id: str) -> None:
         """Stops the request, if it runs here."""

@@ -165,13 +165,13 @@ class RedisFutures:
         pinned = None if adapter is None else adapter.decode()
         return Entry(0, "sample", request_id, payload, "", attempts, waited_ms / 1000, pinned, bool(doubtful))
 
-    def put_off_sample(self, request_id: str, worker: str, tokens_used: int = 0) -> None:
+    def put_off_sample(self, request_id: str, worker: str, usage: Usage = NOTHING) -> None:
         """Puts back a sampling request that could not be run for no fault of its own.
 
-        A request of another worker does not change. If the request was cancelled while `worker` ran it, it is charged
-        for the tokens it used, `tokens_used`, instead of the most it might have taken.
+        A request of another worker does not change. If the request was cancelled while `worker` ran it, its `usage` is
+        counted, once, and it is charged for these tokens instead of the most it might have taken.
         """
-        self._run("put_off_sample", request_id, worker, tokens_used)
+        self._run("put_off_sample", request_id, worker, json.dumps(dict(usage)))
 
     def finish_sample(
         self, request_id: str, result: Result, usage: Usage = NOTHING, routes: StoredRoutes | None = None

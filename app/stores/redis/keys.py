@@ -55,8 +55,8 @@
     paused:<sampler>    SET   its requests that are paused, because its session is silent
     paused_rows:<queue> HASH  project -> the sequences of its paused requests
     sampling_of         HASH  payer ("project:<id>", "key:<id>") -> the sequences of all its unfinished requests
-    stopped:<request>   STR   the charge, as JSON, of a sampling request that was cancelled while it ran, until its
-                              runner reports the tokens it used; expires
+    stopped:<request>   STR   the charge and the run, as JSON, of a sampling request that was cancelled while it ran,
+                              until its runner reports its usage; expires
     rates:<payer>       HASH  requests, tokens: the amount missing in the bucket of that rate at requests_at, tokens_at
                               (ms); expires when both buckets are full again
     runs:<payer>        SET   its live runs; those that ended with their session, in silence, are removed at a count, or

@@ -55,7 +55,7 @@ MUTANTS = (
     ),
     Mutant(
         "cost: time of devices is no token",
-        f"{_LUA}/samples.lua",
+        f"{_LUA}/limits.lua",
         "(kind == 'device' and 0 or amount)",
         "amount",
         f"{_PAGES}::test_the_time_of_devices_takes_no_tokens_from_a_refund",

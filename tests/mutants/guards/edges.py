@@ -143,8 +143,8 @@ MUTANTS = (
     Mutant(
         "orderly stop: samples that run are put back",
         "workers/sample/runner.py",
-        "for request_id, tokens_used in running.items():",
-        "for request_id, tokens_used in ():",
+        "for request_id, handle in running.items():",
+        "for request_id, handle in ():",
         f"{_STOP}::test_stops_during_a_long_sample_cost_no_attempt",
         slow=True,
     ),

@@ -9,6 +9,7 @@ _LUA = "app/stores/redis/lua"
 _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis"
 _RESULTS = f"{_STORES}/test_results.py"
 _SAMPLES = f"{_STORES}/test_samples.py"
+_LIMITS = f"{_STORES}/test_limits.py"
 _AFFINITY = f"{_STORES}/test_adapter_affinity.py"
 _CANCELLING = "tests/unit/workers/sample/test_cancellation.py"
 _ENGINES = "--confcutdir=tests/unit/workers/backends/sampling tests/unit/workers/backends/sampling"
@@ -156,6 +157,34 @@ MUTANTS = (
         "if redis.call('HGET', 'tinsmith:future:' .. request, 'state') ~= 'pending' then return false end",
         "",
         f"{_RESULTS}::test_a_sample_is_deduplicated_claimed_once_and_its_first_result_stays",
+    ),
+    Mutant(
+        "settle_stopped: a stopped sample counts what it drew",
+        f"{_LUA}/samples.lua",
+        "    count_usage('tinsmith:samplers:' .. request:match('^(.*):%d+$'), charged.run, usage)\n  end\n",
+        "  end\n",
+        f"{_LIMITS}::test_a_sample_that_is_called_off_while_it_runs_counts_what_it_drew_once",
+    ),
+    Mutant(
+        "settle_stopped: once",
+        f"{_LUA}/samples.lua",
+        "    redis.call('DEL', key)\n    give_back(charged, usage)\n",
+        "    give_back(charged, usage)\n",
+        f"{_LIMITS}::test_a_sample_that_is_called_off_while_it_runs_counts_what_it_drew_once",
+    ),
+    Mutant(
+        "settle_stopped: only the attempt that was stopped counts",
+        f"{_LUA}/samples.lua",
+        "  if charged.runner == worker then\n",
+        "  if charged.runner then\n",
+        f"{_LIMITS}::test_a_sample_that_is_put_back_counts_only_the_attempt_that_ends_it",
+    ),
+    Mutant(
+        "cancellation: the worker reports what it drew",
+        "workers/sample/runner.py",
+        "        SAMPLED: handle.sampled_tokens,\n",
+        "",
+        f"{_CANCELLING}::test_a_request_that_is_cancelled_while_it_runs_is_charged_and_counts_its_prompt_and_what_it_drew_once",
     ),
     Mutant(
         "leave_queue: what a request took is given back",

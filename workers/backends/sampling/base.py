@@ -73,7 +73,8 @@ class SamplerBackend(Protocol):
 
         `handle.on_tokens`, if set, is called with every token and its logprob before `sample` returns. `handle.on_end`
         is called, at least once, for each sample that frees its row in the batch. The tokens generated are added to
-        `handle.tokens_used` by the time that `sample` returns or raises Aborted."""
+        `handle.sampled_tokens` by the time that `sample` returns or raises Aborted, and the prompt's tokens that were
+        in the engine's cache are in `handle.cached_tokens`."""
         ...
 
     def healthy(self) -> bool:
@@ -99,9 +100,12 @@ class Aborted(TinsmithError):
 class RequestHandle:
     """Cancellation handle and progress of one request. Safe from any thread.
 
-    `on_tokens` is called with new tokens, and `on_end` when a sample is complete; both are optional. `tokens_used`: the
-    engine tokens used so far, those of the prompt included. `project` and `weight`: the project that the request counts
-    for when projects share the engine's batch (workers/backends/sampling/shares.py)."""
+    `on_tokens` is called with new tokens, and `on_end` when a sample is complete; both are optional. `project` and
+    `weight`: the project that the request counts for when projects share the engine's batch
+    (workers/backends/sampling/shares.py).
+
+    Its usage so far: `prompt_tokens` is 0 until the engine has the request, `cached_tokens` are those of the prompt
+    that were in the engine's cache, and `device_ms` is set when the request leaves the engine."""
 
     def __init__(
         self,
@@ -112,7 +116,7 @@ class RequestHandle:
     ) -> None:
         self.on_tokens, self.on_end = on_tokens, on_end
         self.project, self.weight = project, weight
-        self.tokens_used = 0
+        self.prompt_tokens = self.cached_tokens = self.sampled_tokens = self.device_ms = 0
         self._lock = threading.Lock()
         self._aborted = False
         self._callbacks: list[Callable[[], object]] = []
@@ -120,6 +124,11 @@ class RequestHandle:
     @property
     def aborted(self) -> bool:
         return self._aborted
+
+    @property
+    def tokens_used(self) -> int:
+        """The engine tokens used so far, those of the prompt included."""
+        return self.prompt_tokens + self.sampled_tokens
 
     def abort(self) -> None:
         """Cancels the request soon. A second call, or a call after its end, changes nothing."""

@@ -224,16 +224,19 @@ local function take(charge, awaited)
 end
 
 -- part: refund
--- The payers of a sampling request that has not ended, and the tokens they were charged for it.
+-- The payers of a sampling request that has not ended, the tokens they were charged for it, and the run that made its
+-- weights, if any.
 local function charged_for(request)
   local queue = redis.call('HGET', 'tinsmith:pending_queue', request)
   local tokens = queue and redis.call('HGET', 'tinsmith:sampling:' .. queue, request)
-  return {payers = redis.call('HGET', 'tinsmith:op:' .. request, 'payers') or '', tokens = tonumber(tokens or 0)}
+  local found = redis.call('HMGET', 'tinsmith:op:' .. request, 'payers', 'adapter')
+  return {payers = found[1] or '', tokens = tonumber(tokens or 0), run = (found[2] or ''):match('^models/([^/]+)/')}
 end
 
--- Refund the tokens that a request was charged for and did not use.
-local function give_back(charged, took)
-  local unused = charged.tokens - took
+-- Refund the tokens that a request was charged for and did not use. `usage`: JSON, amounts by kind.
+local function give_back(charged, usage)
+  local unused = charged.tokens
+  for kind, amount in pairs(cjson.decode(usage)) do unused = unused - (kind == 'device' and 0 or amount) end
   for payer in charged.payers:gmatch('%S+') do
     local key = 'tinsmith:rates:' .. payer
     local taken = redis.call('HGET', key, 'tokens')

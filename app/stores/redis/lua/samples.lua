@@ -56,7 +56,8 @@ end
 -- part: abort_sample
 -- needs: close_sample, refund, result
 -- Cancel a sampling request, and notify the worker that may be running it. Without such a worker, its whole charge is
--- refunded at once; else the unused part, when the worker reports its usage. Returns as close_sample does.
+-- refunded at once; else the unused part, when the worker reports its usage, which is counted then. Returns as
+-- close_sample does.
 local function abort_sample(request, keep_s, type, body)
   local charged = charged_for(request)
   charged.runner = redis.call('GET', 'tinsmith:lease:' .. request) or nil
@@ -64,7 +65,7 @@ local function abort_sample(request, keep_s, type, body)
   if charged.runner then
     redis.call('SET', 'tinsmith:stopped:' .. request, cjson.encode(charged), 'EX', keep_s)
   else
-    give_back(charged, 0)
+    give_back(charged, '{}')
   end
   redis.call('PUBLISH', 'tinsmith:aborted', request)
   return true
@@ -184,18 +185,19 @@ if not home or (home == before and node ~= before) then redis.call('SET', key, n
 return {attempts, doubtful, now_ms() - found[1], found[2], content}
 
 -- script: put_off_sample flags=allow-oom
--- needs: leave, leave_project, place, refund
+-- needs: count_usage, leave, leave_project, place, refund
 -- Requeue a sampling request that a live worker cannot run now. It costs no attempt. If that worker held its lease, any
--- worker may take it. For a request that was cancelled while the worker ran it, the unused tokens are refunded.
--- ARGV: request id, worker, tokens it used. Returns 0.
+-- worker may take it. For a request that was cancelled while the worker ran it, its usage is counted, and the unused
+-- tokens are refunded. ARGV: request id, worker, JSON of its usage. Returns 0.
 
--- Refund a cancelled request when the worker that ran it reports the tokens it used.
-local function settle_stopped(request, worker, took)
+-- Settle a cancelled request, once, when the worker that ran it reports its usage.
+local function settle_stopped(request, worker, usage)
   local key = 'tinsmith:stopped:' .. request
   local charged = cjson.decode(redis.call('GET', key) or '{}')
   if charged.runner == worker then
     redis.call('DEL', key)
-    give_back(charged, took)
+    give_back(charged, usage)
+    count_usage('tinsmith:samplers:' .. request:match('^(.*):%d+$'), charged.run, usage)
   end
 end
 
@@ -223,7 +225,7 @@ local request, keep_s, usage = ARGV[1], ARGV[7], ARGV[8]
 local day, attempt, bytes, keep_routes_s = ARGV[9], ARGV[10], ARGV[11], ARGV[12]
 local result = result_of(ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
 if not result then return lapsed() end
-local charged, adapter = charged_for(request), redis.call('HGET', 'tinsmith:op:' .. request, 'adapter') or ''
+local charged = charged_for(request)
 if not close_sample(request, result, keep_s) then
   redis.call('DEL', result.staged)
   return 0
@@ -232,11 +234,9 @@ if day then
   redis.call('SET', 'tinsmith:routes:' .. request, day .. '/' .. attempt, 'EX', keep_routes_s)
   count_routes(day, charged.payers, bytes)
 end
-local took = 0
-for kind, amount in pairs(cjson.decode(usage)) do took = took + (kind == 'device' and 0 or amount) end
-give_back(charged, took)
+give_back(charged, usage)
 if result.state == 'done' then
-  count_usage('tinsmith:samplers:' .. request:match('^(.*):%d+$'), adapter:match('^models/([^/]+)/'), usage)
+  count_usage('tinsmith:samplers:' .. request:match('^(.*):%d+$'), charged.run, usage)
 end
 return 1
 

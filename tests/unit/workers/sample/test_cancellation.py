@@ -28,13 +28,14 @@ from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Entry
 from tests import assembly
+from tests.pages import device_ms, used
 from tests.unit.workers.conftest import await_true, stop
 from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.sample.runner import SampleRunner
 
 SESSION = "session:sample:0"
 REQUEST = SampleRequest(np.array([5, 6, 7], dtype=np.int32), num_samples=1, max_tokens=4, seed=3)
-DRAWN = 2
+DRAWN, CACHED = 2, 1
 OUTPUT = SampleOutput((SampledSequence(np.array([1], np.int32), np.array([-1.0], np.float32), True),))
 
 
@@ -52,7 +53,8 @@ class HeldBackend:
         self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
     ) -> SampleOutput:
         assert handle is not None
-        handle.tokens_used += DRAWN
+        handle.sampled_tokens += DRAWN
+        handle.cached_tokens = CACHED
         self.begun.append(request.seed)
         stopped = threading.Event()
         handle.on_abort(stopped.set)
@@ -152,9 +154,11 @@ def test_a_cancelled_request_is_stopped_in_the_engine_and_nothing_more_is_writte
 
 
 @pytest.mark.parametrize("notified", [True, False], ids=("stopped", "at its end"))
-def test_a_request_that_is_cancelled_while_it_runs_is_charged_its_prompt_and_what_it_drew(
+def test_a_request_that_is_cancelled_while_it_runs_is_charged_and_counts_its_prompt_and_what_it_drew_once(
     samplers: Samplers, notified: bool
 ):
+    """At its end it has an output, which says what it drew."""
+    drawn, cached = (DRAWN, CACHED) if notified else (1, 0)
     samplers.settings = EngineSettings(lease_s=3600)  # so that the renewal of the lease reports nothing
     me, backend = Payer(PROJECT, "me", Limits(tokens_per_s=0.001)), HeldBackend()
     request = samplers.admit(0, 1000, Charge((me,), 1000, 1))
@@ -166,8 +170,15 @@ def test_a_request_that_is_cancelled_while_it_runs_is_charged_its_prompt_and_wha
         backend.release.set()
     thread.join(60)
     assert is_cancelled(came[0])
-    used = RedisQuotas(samplers.client, samplers.settings).used(me).tokens_per_s
-    assert used == pytest.approx((len(REQUEST.prompt) + DRAWN) / 10, rel=1e-2)
+    tokens_per_s = RedisQuotas(samplers.client, samplers.settings).used(me).tokens_per_s
+    assert tokens_per_s == pytest.approx((len(REQUEST.prompt) + drawn) / 10, rel=1e-2)
+    runner.handle(request, SESSION, "sample")  # its message comes a second time
+    assert used(samplers.client) == {
+        "sampling_prefill session base": len(REQUEST.prompt) - cached,
+        "sampling_sample session base": drawn,
+        **({"sampling_prefill_cached session base": cached} if cached else {}),
+    }
+    assert device_ms(samplers.client) > 0
 
 
 def test_what_is_cancelled_just_after_its_worker_took_it_is_stopped_too(

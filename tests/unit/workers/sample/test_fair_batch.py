@@ -45,7 +45,8 @@ def test_a_request_for_more_than_the_batch_holds_nobody_up(world: World, backend
     long, short = admit(world, "long", LONG), admit(world, "short", SHORT)
 
     def drawn() -> int:
-        return sampler.runner._running_requests.tokens_used().get(long, 0)
+        handle = sampler.runner._running_requests.handles().get(long)
+        return handle.tokens_used if handle else 0
 
     thread = threading.Thread(target=sampler.runner.handle, args=(long, "long:sample:0", "sample"), daemon=True)
     thread.start()

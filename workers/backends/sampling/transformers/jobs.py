@@ -139,7 +139,7 @@ class Row:
         if top is not None:
             self._top.append(top)
         handle = self.job.handle
-        handle.tokens_used += 1
+        handle.sampled_tokens += 1
         if handle.on_tokens is not None:
             handle.on_tokens(self._index, [token], [logprob])
         stopped = token in self._end_tokens or (self._stop_text is not None and self._stop_text.completes(token))

@@ -166,7 +166,9 @@ class VllmSampler:
                 if handle.aborted:
                     return
                 async for result in engine.generate(prompt, params, name, lora_request=adapter):
-                    handle.tokens_used += len(result.outputs[0].token_ids)
+                    handle.sampled_tokens += len(result.outputs[0].token_ids)
+                    if sample is samples[0]:
+                        handle.cached_tokens = result.num_cached_tokens or 0
                     if not handle.aborted:
                         sample.add(result)
             if handle.on_end is not None:

@@ -17,8 +17,10 @@ from app.errors import LimitReached, TooManyRequests
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.pages import RedisPages
 from app.stores.redis.records import dump
 from app.stores.redis.types import Lease
+from tests.pages import device_ms, used, used_by_runs
 from tests.unit.app.stores.redis.charges import MODEL, SAMPLER, SESSION, SETTINGS, ask, mine, oplog, quotas, stored
 
 __all__ = ["oplog", "quotas", "stored"]  # the fixtures
@@ -97,12 +99,45 @@ def test_a_sample_that_is_called_off_while_it_runs_is_given_back_what_it_did_not
     oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"ask", "d", 1000, None, 1, Charge(payers, 1000, 1))
     assert oplog.claim_sample(request, "sampler/1")
     called_off(request, session_ends)
-    oplog.put_off_sample(request, "sampler/0", 7)  # which ran it before, and hears of it late
+    oplog.put_off_sample(request, "sampler/0", {"sampling_sample": 7})  # which ran it before, and hears of it late
     assert quotas.used(payers[0]).tokens_per_s == pytest.approx(1000 / 10, rel=1e-2)
     for _ in range(2):
-        oplog.put_off_sample(request, "sampler/1", 50)
+        oplog.put_off_sample(request, "sampler/1", {"sampling_prefill": 30, "sampling_sample": 20, "device": 9})
         assert quotas.used(payers[0]).tokens_per_s == pytest.approx(50 / 10, rel=1e-2)
     assert not client.exists(f"tinsmith:stopped:{request}")
+
+
+@pytest.mark.parametrize("session_ends", [False, True], ids=("cancelled", "of a session that ends"))
+def test_a_sample_that_is_called_off_while_it_runs_counts_what_it_drew_once(client, oplog, called_off, session_ends):
+    request, drawn = f"{SAMPLER}:0", {"sampling_prefill": 30, "sampling_prefill_cached": 10, "sampling_sample": 20}
+    client.hset(keys.record("samplers", SAMPLER), "prefix", '"models/session:train:0/x"')
+    oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"ask", "d", 1000)
+    assert oplog.claim_sample(request, "sampler/1")
+    called_off(request, session_ends)
+    assert used(client) == {}
+    oplog.put_off_sample(request, "sampler/0", drawn)  # which ran it before, and hears of it late
+    assert used(client) == {}
+    for _ in range(2):
+        oplog.put_off_sample(request, "sampler/1", drawn | {"device": 40})
+        assert not oplog.finish_sample(request, Result(b"{}"), drawn)
+    assert used(client) == {f"{kind} session base": amount for kind, amount in drawn.items()}
+    assert used_by_runs(client)["sampling_sample session:train:0 base"] == 20
+    assert device_ms(client) == 40
+    month = RedisPages(client, SETTINGS).this_month("me")
+    assert month == {(kind, "base"): amount for kind, amount in (drawn | {"device": 40}).items()}
+
+
+def test_a_sample_that_is_put_back_counts_only_the_attempt_that_ends_it(client, oplog):
+    request = f"{SAMPLER}:0"
+    oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"ask", "d", 1000)
+    for drawn in (7, 9):
+        assert oplog.claim_sample(request, "sampler/1")
+        oplog.put_off_sample(request, "sampler/1", {"sampling_sample": drawn})
+    assert oplog.claim_sample(request, "sampler/2")
+    assert oplog.cancel_sample(request)
+    oplog.put_off_sample(request, "sampler/1", {"sampling_sample": 9})
+    oplog.put_off_sample(request, "sampler/2", {"sampling_sample": 3})
+    assert used(client) == {"sampling_sample session base": 3}
 
 
 def test_more_sequences_than_there_may_be_pass_alone(oplog):
