@@ -178,8 +178,9 @@ def _add_rebuild(commands: argparse._SubParsersAction[_Parser]) -> None:
         "rebuild",
         help="restore runs and checkpoints of an emptied state server",
         description="Restore runs and checkpoints from the manifests in the object store, after the state server was "
-        "emptied or set back to an old backup. Adds what is missing, and prints what it cannot restore. Without "
-        "--redis it uses the running stack of the data dir.",
+        "emptied or set back to an old backup. Also restores accounts, and this month's spending from the kept usage. "
+        "Adds what is missing, and prints what it cannot restore. Without --redis it uses the running stack of the "
+        "data dir.",
         allow_abbrev=False,
     )
     rebuild.set_defaults(run=_rebuild, parser=rebuild)

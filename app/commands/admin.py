@@ -6,16 +6,16 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime
 
 from app.commands.connection import account_service, reached, settings_of
 from app.domain.accounts import Key, Organisation, Project, User
 from app.domain.limits import NAMES
 from app.domain.prices import total
-from app.domain.results import HOUR_S
 from app.errors import BadRequest, NotFound, SetupError
 from app.services.tenants.accounts import AccountService
 from app.services.tenants.audit import AuditService
+from app.services.tenants.spending import hours_of
 from app.services.tenants.usage import UsageService
 from app.stack import checks
 from app.stack.config import Options
@@ -182,7 +182,7 @@ def show_usage(options: Options, project: str, month: date | None) -> int:
     ledger = UsageLedger(RedisPages(client, settings.engine), PageFiles(objects))
     with reached(settings):
         first = month or datetime.fromtimestamp(records.now(), UTC).date().replace(day=1)
-        rows = UsageService(ledger, records, settings.prices_of).by_run([project], _hours_of(first))
+        rows = UsageService(ledger, records, settings.prices_of).by_run([project], hours_of(first))
     show(row("run", "base model", "trained", "prefilled", "cached", "sampled", "device s", "GB-hours", "US dollars"))
     for one in rows:
         amounts = (f"{one[f'{kind}_tokens']}" for kind in ("training", "prefill", "cached_prefill", "sampled"))
@@ -190,13 +190,6 @@ def show_usage(options: Options, project: str, month: date | None) -> int:
         show(row(one["run_id"] or "-", one["base_model"], *amounts, *measured, _dollars(one["estimated_cost_usd"])))
     show(row("total", *[""] * 7, _dollars(total([one["estimated_cost_usd"] for one in rows]))))
     return 0
-
-
-def _hours_of(first: date) -> range:
-    """The hours since 1970 of the month that begins on `first`."""
-    after = (first + timedelta(days=31)).replace(day=1)
-    begin, end = (int(datetime(day.year, day.month, 1, tzinfo=UTC).timestamp()) // HOUR_S for day in (first, after))
-    return range(begin, end)
 
 
 def _dollars(cost: float | None) -> str:

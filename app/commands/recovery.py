@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 from app.commands.connection import account_service, reached, settings_of, store_name
 from app.errors import BadRequest, SetupError
 from app.services import recovery
 from app.services.recovery import Rebuild, Restored
+from app.services.tenants import spending
 from app.settings import Settings
 from app.stack import checks
 from app.stack.arguments import without_secrets
@@ -16,15 +18,18 @@ from app.stack.config import Options
 from app.stack.terminal import show
 from app.stores.objects import create
 from app.stores.objects.base import ObjectStore, whole_file
+from app.stores.pages import PageFiles
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.pages import RedisPages, UsageLedger
 from app.stores.redis.records import RedisRecords
 
 _LOST = """\
 not restored, because only the state server had it:
   calls after a run's newest snapshot: the run continues from the snapshot, with the next seq
   results of calls and samples
+  usage and audit entries of the hours that were not yet in the object store
   sampling sessions, and adapters saved for one sampling session only
   names, tags and metadata of sessions, and metadata of runs"""
 
@@ -40,8 +45,9 @@ def rebuild(options: Options) -> int:
     with reached(settings):
         restored = _rebuild(settings, objects)
         accounts, damaged = account_service(settings, objects).rebuild()
+        refilled = _refill(settings, objects)
     restored.damaged.extend(damaged)
-    show(*report(restored, accounts))
+    show(*report(restored, accounts, refilled))
     return 0
 
 
@@ -51,7 +57,13 @@ def _rebuild(settings: Settings, objects: ObjectStore) -> Restored:
     return Rebuild(oplog, lifecycle, RedisRecords(client, settings.engine), objects)()
 
 
-def report(restored: Restored, accounts: int) -> Iterator[str]:
+def _refill(settings: Settings, objects: ObjectStore) -> int:
+    client = connect(settings.redis.url)
+    ledger = UsageLedger(RedisPages(client, settings.engine), PageFiles(objects))
+    return spending.refill(ledger, datetime.fromtimestamp(RedisRecords(client).now(), UTC).date())
+
+
+def report(restored: Restored, accounts: int, refilled: int) -> Iterator[str]:
     runs = len(restored.runs) + len(restored.ended)
     yield f"restored {runs} runs and {len(restored.checkpoints)} checkpoints"
     for model_id, seq in restored.runs.items():
@@ -63,6 +75,8 @@ def report(restored: Restored, accounts: int) -> Iterator[str]:
         yield f"  run {model_id} was set back: its later checkpoints are restored, its later calls are lost"
     if accounts:
         yield f"restored {accounts} organisations, projects, users and keys"
+    if refilled:
+        yield f"refilled this month's spending of {refilled} projects from their kept usage"
     if restored.known:
         yield f"{restored.known} runs were not missing and stay as they are"
     if restored.expired:
@@ -103,6 +117,8 @@ def restore(options: Options, file: Path) -> int:
     show(f"of {count} objects {restored} were missing in {store_name(settings)}")
     with reached(settings):
         accounts, damaged = account_service(settings, objects).rebuild()
+        refilled = _refill(settings, objects)
     show(f"restored {accounts} organisations, projects, users and keys in {without_secrets(settings.redis.url)}")
+    show(f"refilled this month's spending of {refilled} projects")
     show(*(f"damaged, not restored: {key}" for key in damaged))
     return 0

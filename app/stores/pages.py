@@ -57,7 +57,7 @@ class StorageUse:
 
 class PageFiles:
     """The closed pages in the object store. A closed page never changes, so each process reads it once and keeps the
-    pages that it used last. Both methods raise Unavailable while the object store is away."""
+    pages that it used last. All methods raise Unavailable while the object store is away."""
 
     def __init__(self, objects: ObjectStore, cached_bytes: int = _CACHED_BYTES) -> None:
         self._objects = objects
@@ -74,6 +74,12 @@ class PageFiles:
         listed = (key for month in _months(hours) for key in self._objects.list(f"{ledger}/{project}/{month}"))
         found = {wanted[key]: self._read(key) for key in listed if key in wanted}
         return {page: fields for page, fields in found.items() if fields is not None}
+
+    def projects(self, ledger: Ledger, hours: range) -> list[str]:
+        """The projects that have stored pages in the months of these hours."""
+        months = set(_months(hours))
+        parts = (key.split("/") for key in self._objects.list(f"{ledger}/"))
+        return sorted({project for _, project, day, *_ in parts if day[: len("2026-11")] in months})
 
     def _read(self, key: str) -> Fields | None:
         content = self._cached.get(key)

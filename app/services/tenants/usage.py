@@ -135,7 +135,7 @@ class UsageService:
     def _events(
         self, page: Page, fields: Fields, sessions: Mapping[str, dict[str, Any]], emails: Mapping[str, str]
     ) -> Iterator[dict[str, Any]]:
-        for kind, session, base_model, amount in _totals(fields):
+        for kind, session, base_model, amount in totals(fields):
             if kind == DEVICE:  # the SDK has no event for it
                 continue
             user, rate = sessions.get(session, {}).get("user", ""), self.prices_of(base_model).rate(kind)
@@ -172,7 +172,7 @@ def _sessions(fields: Fields) -> Iterator[tuple[str, dict[str, Any]]]:
             yield session, json.loads(text)
 
 
-def _totals(fields: Fields) -> Iterator[tuple[str, str, str, int]]:
+def totals(fields: Fields) -> Iterator[tuple[str, str, str, int]]:
     """Kind, session, base model and amount of each kind of usage on a page."""
     for name, amount in fields.items():
         kind, session, base_model = (*name.split(" ", 2), "")[:3]
@@ -183,7 +183,7 @@ def _totals(fields: Fields) -> Iterator[tuple[str, str, str, int]]:
 def _of_runs(fields: Fields) -> dict[tuple[str, str], Counter[str]]:
     """The amounts by kind, of each run and base model on a page; those of no run have an empty run."""
     found: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-    for kind, _, base_model, amount in _totals(fields):
+    for kind, _, base_model, amount in totals(fields):
         found["", base_model][kind] += amount
     for name, text in fields.items():
         if name.startswith(f"{_RUN} "):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -49,6 +49,15 @@ class RedisPages:
         found: list[bytes] = self._run("month_usage", project)
         names = [tuple(name.decode().split(" ", 1)) for name in found[::2]]
         return {(kind, base): float(amount) for (kind, base), amount in zip(names, found[1::2], strict=True)}
+
+    def refill_month(
+        self, project: str, hours: range, stored: Iterable[int], amounts: Mapping[tuple[str, str], int]
+    ) -> bool:
+        """Raises the usage of a month to the sum of its pages: those of the `stored` hours, which have these `amounts`,
+        and those that are still at the state server. Returns False if nothing was missing."""
+        by_name = {f"{kind} {base}": amount for (kind, base), amount in amounts.items()}
+        args = project, hours.start, hours.stop, json.dumps(sorted(stored)), json.dumps(by_name)
+        return bool(self._run("refill_month", *args))
 
     def measured(self) -> float | None:
         """The time of the last measurement of the checkpoints' sizes, in unix seconds; None if there was none."""

@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 _LUA = "app/stores/redis/lua"
 _BUDGET = "tests/unit/app/api/test_budget.py"
 _PAGES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis/test_pages.py"
+_SPENDING = "tests/unit/app/services/tenants/test_spending.py"
 _USAGE = "tests/unit/workers/train/test_usage.py"
 _COMMITTER = "workers/train/committer.py"
 
@@ -52,6 +53,20 @@ MUTANTS = (
         "  count_month(held[1], held[3], 'storage '",
         "  count_month(held[1], hour_now(), 'storage '",
         f"{_PAGES}::test_months_are_those_of_the_calendar",
+    ),
+    Mutant(
+        "cost: a refilled month is never lowered",
+        f"{_LUA}/pages.lua",
+        "  if amount > tonumber(redis.call('HGET', key, name) or 0) then\n",
+        "  if true then\n",
+        f"{_SPENDING}::test_usage_that_is_still_there_is_never_lowered",
+    ),
+    Mutant(
+        "cost: a page in both stores is refilled once",
+        f"{_LUA}/pages.lua",
+        "stored[hour] and {} or redis.call",
+        "redis.call",
+        f"{_SPENDING}::test_a_page_that_is_in_both_stores_counts_once",
     ),
     Mutant(
         "cost: time of devices is no token",

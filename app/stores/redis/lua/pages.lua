@@ -91,6 +91,31 @@ return redis.call('ZRANGEBYSCORE', 'tinsmith:pages', '-inf', closed, 'LIMIT', 0,
 -- Read a project's usage of this month. ARGV: project. Returns name, amount, ...
 return redis.call('HGETALL', month_key(ARGV[1], hour_now()))
 
+-- script: refill_month
+-- needs: month
+-- Raise a project's usage of one month to the sum of its pages, after the state server lost it. ARGV: project, first hour
+-- of the month, first hour behind it, JSON list of the hours whose pages are in the object store, JSON of the amounts on
+-- these by "<kind> <base model>". A page that is here too does not count. Returns the number of amounts that were raised.
+local project, first, stop = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local stored, amounts = {}, cjson.decode(ARGV[5])
+for _, hour in ipairs(cjson.decode(ARGV[4])) do stored[hour] = true end
+for hour = first, stop - 1 do
+  local found = stored[hour] and {} or redis.call('HGETALL', 'tinsmith:page:usage/' .. project .. '/' .. hour)
+  for i = 1, #found, 2 do
+    local kind, base = found[i]:match('^(%S+) %S* (.+)$')
+    if kind and kind ~= 'run' then amounts[kind .. ' ' .. base] = (amounts[kind .. ' ' .. base] or 0) + found[i + 1] end
+  end
+end
+local key, raised = month_key(project, first), 0
+for name, amount in pairs(amounts) do
+  if amount > tonumber(redis.call('HGET', key, name) or 0) then
+    redis.call('HSET', key, name, string.format('%.17g', amount))
+    redis.call('EXPIRE', key, MONTH_KEPT_S)
+    raised = raised + 1
+  end
+end
+return raised
+
 -- script: measure_storage flags=allow-oom
 -- needs: month, pages
 -- Add the storage that checkpoints took between two measurements to the usage pages, once. ARGV: time of the last

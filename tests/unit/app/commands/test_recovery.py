@@ -12,11 +12,15 @@ from app import cli
 from app.domain.checkpoints import MANIFEST, FileEntry, Manifest
 from app.domain.ops import LoraSpec
 from app.domain.records import Checkpoint, Model
-from app.settings import RedisSettings, Settings, StoreSettings
+from app.domain.results import HOUR_S
+from app.settings import EngineSettings, RedisSettings, Settings, StoreSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.s3 import S3Store
+from app.stores.pages import Page, PageFiles
+from app.stores.redis.pages import RedisPages
 from app.stores.redis.records import RedisRecords
+from tests.pages import in_mid_hour
 from tests.servers_s3 import start_s3
 
 MODEL = "session:train:0"
@@ -55,6 +59,30 @@ def test_it_says_what_it_restored_and_what_it_cannot(client: redis.Redis, valkey
     assert cli.main(arguments) == 0
     assert "/snapshots" not in said
     assert "restored 0 runs and 0 checkpoints\n1 runs were not missing" in capsys.readouterr().out
+
+
+def test_what_a_project_spent_this_month_is_refilled_from_its_kept_usage(
+    client: redis.Redis, valkey: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    in_mid_hour()
+    hour = int(RedisRecords(client).now() // HOUR_S)
+    PageFiles(FolderStore(tmp_path / "objects", "", "")).add(Page("usage", "me", hour), {"training s base": "30"})
+    assert cli.main(["rebuild", "--data-dir", str(tmp_path), "--redis", valkey]) == 0
+    assert RedisPages(client, EngineSettings()).this_month("me") == {("training", "base"): 30}
+    assert "refilled this month's spending of 1 projects" in capsys.readouterr().out
+
+
+def test_a_backup_that_is_restored_brings_back_what_a_project_spent_this_month(
+    client: redis.Redis, valkey: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    in_mid_hour()
+    hour, old, new = int(RedisRecords(client).now() // HOUR_S), tmp_path / "old", tmp_path / "new"
+    PageFiles(FolderStore(old / "objects", "", "")).add(Page("usage", "me", hour), {"training s base": "30"})
+    assert cli.main(["backup", str(tmp_path / "file"), "--data-dir", str(old), "--redis", valkey]) == 0
+    new.mkdir()
+    assert cli.main(["restore", str(tmp_path / "file"), "--data-dir", str(new), "--redis", valkey]) == 0
+    assert RedisPages(client, EngineSettings()).this_month("me") == {("training", "base"): 30}
+    assert "refilled this month's spending of 1 projects" in capsys.readouterr().out
 
 
 def test_without_a_server_given_it_is_the_stack_that_runs_on_the_folder(

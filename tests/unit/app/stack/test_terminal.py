@@ -63,7 +63,7 @@ def test_what_a_hostile_store_names_steers_no_terminal(capsys: pytest.CaptureFix
     restored = Restored()
     restored.runs[f"run{HOSTILE}"] = 1
     restored.damaged.append(f"checkpoints/{HOSTILE}")
-    terminal.show(*recovery.report(restored, 0))
+    terminal.show(*recovery.report(restored, 0, 0))
     said = capsys.readouterr().out
     assert all(line.replace("\t", "").isprintable() for line in said.splitlines()) and said.count("owned") == 2
 
