@@ -148,6 +148,10 @@ class TaskEvents:
         else:
             self._put_own("task-succeeded", request_id, result="", runtime=took_s)
 
+    def revoked(self, request_id: str) -> None:
+        """The future was cancelled, or its model or session has ended: REVOKED."""
+        self._put_own("task-revoked", request_id, terminated=False, signum=None, expired=False)
+
     def close(self) -> None:
         """Sends the waiting events and ends the thread. Gives up when the broker hangs."""
         self._closing.set()

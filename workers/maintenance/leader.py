@@ -26,6 +26,7 @@ from app.stores.redis.lifecycle import PAUSE_S, RedisLifecycle
 from app.stores.redis.pages import RedisPages
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords, load
+from workers.process import telemetry
 
 log = logging.getLogger(__name__)
 _PERIOD_S = 2.0
@@ -84,8 +85,9 @@ class MaintenanceTask(Protocol):
 
 
 class SessionExpiry:
-    """Pauses the samples of silent sessions, expires these sessions, and ends their requests. The owners of their
-    models ask for unwanted ones (RedisLifecycle.unwanted) and free the memory.
+    """Pauses the samples of silent sessions, expires these sessions, ends their requests, and sends the task events of
+    all futures that ended so or were cancelled. The owners of their models ask for unwanted ones
+    (RedisLifecycle.unwanted) and free the memory.
 
     Only time in which calls were taken counts as silence. After an outage, or a sleep of the machine, a client has
     `session_s` seconds for a sign of life: until then no session expires, and nothing of an ended one is removed. For
@@ -114,6 +116,8 @@ class SessionExpiry:
         aborted = self._lifecycle.abort_samples()
         resumed = self._lifecycle.resume_samples()
         paused = self._lifecycle.pause_samples() if taken_s >= PAUSE_S else 0
+        for request_id in self._lifecycle.take_revoked():
+            telemetry.op_revoked(request_id)
         if aborted or resumed or paused:
             log.info("samples: %d cancelled with their sessions, %d paused, %d resumed", aborted, paused, resumed)
 

@@ -168,11 +168,17 @@ def op_abandoned(request_id: str, why: str) -> None:
 
 
 def op_failed(request_id: str, kind: str) -> None:
-    """An Op failed without a result of an attempt here: it was cancelled, or nothing can run it any more."""
+    """An Op failed without a result of an attempt here: nothing can run it any more."""
     if _task_events and kind in KINDS:
         _task_events.ended(request_id, failed=True)
     if _op_traces:
-        _op_traces.abandoned(request_id, "the call was cancelled, or nothing can run it")
+        _op_traces.abandoned(request_id, "nothing can run the call")
+
+
+def op_revoked(request_id: str) -> None:
+    """A call ended elsewhere without a result of a run: it was cancelled, or its model or session has ended."""
+    if _task_events:
+        _task_events.revoked(request_id)
 
 
 def op_done(entry: Entry, *, failed: bool, run_s: float, commit_s: float, ops_in_pass: int = 1) -> None:

@@ -162,14 +162,12 @@ class SampleRunner:
             raise Requeue(f"{request_id}: {reason}")
 
     def _ended_elsewhere(self, request_id: str) -> bool:
-        """Reports the end of a request that was cancelled, or that another worker finished first; that worker sends
-        the event of a success itself. False while it has no result."""
-        outcome = self._oplog.outcome(request_id)
-        if outcome is not None and outcome.failed:
-            telemetry.op_failed(request_id, "sample")
-        elif outcome is not None:
-            telemetry.op_abandoned(request_id, "another worker was faster")
-        return outcome is not None
+        """True for a request that was cancelled, or that another worker finished first; its end is reported by the
+        maintenance leader, or by that worker."""
+        if self._oplog.outcome(request_id) is None:
+            return False
+        telemetry.op_abandoned(request_id, "the call was cancelled, or another worker was faster")
+        return True
 
     def _put_off(self, request_id: str, handle: RequestHandle) -> None:
         put_back = partial(self._oplog.put_off_sample, request_id, self._worker, _usage(handle))

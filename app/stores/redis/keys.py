@@ -114,6 +114,8 @@
     shortage            STR   the reason why no call is admitted, while a disk of an API process is nearly full; expires
     calls_taken         HASH  since: the end of the last time in which no calls were accepted; seen: the last check (ms)
     marks               STR   a count that is written in front of each WAIT (app/stores/redis/durability.py)
+    revoked             LIST  futures that ended without a result of a run: cancelled, or of an ended model; a
+                              maintenance task takes them off and sends their task events
     done                pub/sub channel: a request id, once its result can be read; on the broker, once its stream has
                               more entries
     aborted             pub/sub channel: the id of a sampling request, once it is cancelled
@@ -142,6 +144,7 @@ PAGES = PREFIX + "pages"
 STORAGE_MEASURED = PREFIX + "storage_measured"
 SPILLING = PREFIX + "spilling"
 SPILL_GARBAGE = PREFIX + "spill_garbage"
+REVOKED = PREFIX + "revoked"
 STORED = PREFIX + "stored"
 
 

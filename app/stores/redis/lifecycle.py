@@ -160,6 +160,12 @@ class RedisLifecycle:
         args = (self._unread_s, failed.content_type, failed.body)
         return _sum(lambda: self._run("abort_samples", _ABORTED_AT_ONCE, *args))
 
+    def take_revoked(self) -> list[str]:
+        """The oldest futures that ended without a result of a run: cancelled ones, and those of ended models. Each is
+        returned once."""
+        found = cast("list[bytes] | None", self._redis.lpop(keys.REVOKED, _SLICE))
+        return [id_.decode() for id_ in found or ()]
+
     def pause_samples(self) -> int:
         """Pauses the unfinished requests of silent sessions, at no attempt: they run when the session is heard again,
         and end with it. Returns their number."""

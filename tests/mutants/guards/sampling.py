@@ -159,6 +159,27 @@ MUTANTS = (
         f"{_RESULTS}::test_a_sample_is_deduplicated_claimed_once_and_its_first_result_stays",
     ),
     Mutant(
+        "abort_sample: the dashboard sees the end",
+        f"{_LUA}/samples.lua",
+        "  note_revoked(request)\n",
+        "",
+        f"{_SAMPLES}::test_a_sample_that_ended_without_a_result_is_reported_once",
+    ),
+    Mutant(
+        "end_calls: the dashboard sees the end",
+        f"{_LUA}/lifecycle.lua",
+        "      note_revoked(request)\n",
+        "",
+        f"{_STORES}/test_lifecycle.py::test_the_calls_that_wait_for_an_ended_model_are_reported_once",
+    ),
+    Mutant(
+        "note_revoked: the list has a bound",
+        f"{_LUA}/lifecycle.lua",
+        "  redis.call('LTRIM', 'tinsmith:revoked', -MOST_REVOKED, -1)\n",
+        "",
+        f"{_SAMPLES}::test_a_storm_of_cancelled_samples_takes_a_bounded_list",
+    ),
+    Mutant(
         "settle_stopped: a stopped sample counts what it drew",
         f"{_LUA}/samples.lua",
         "    count_usage('tinsmith:samplers:' .. request:match('^(.*):%d+$'), charged.run, usage)\n  end\n",

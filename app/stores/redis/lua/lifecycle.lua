@@ -156,8 +156,18 @@ while KINDS[kind] do
 end
 return 1
 
+-- part: note_revoked
+-- More futures than these end without a run only in a storm; the dashboard then misses the oldest ones.
+local MOST_REVOKED = 10000
+
+-- Note that a future ended without a result of a run, for the task event that a maintenance task sends of it.
+local function note_revoked(request)
+  redis.call('RPUSH', 'tinsmith:revoked', request)
+  redis.call('LTRIM', 'tinsmith:revoked', -MOST_REVOKED, -1)
+end
+
 -- part: end_calls
--- needs: now_ms, trim
+-- needs: note_revoked, now_ms, trim
 -- Delete a slice of an ended model's journal: its waiting calls fail with a result of `type` and `body`, kept for
 -- `keep_s` seconds. `ending` lists the model while entries are left.
 local function end_calls(model, keep_s, type, body)
@@ -165,6 +175,7 @@ local function end_calls(model, keep_s, type, body)
     local future = 'tinsmith:future:' .. request
     if redis.call('HGET', future, 'state') == 'pending' then
       redis.call('HSET', future, 'state', 'failed', 'type', type, 'body', body, 'ended', now_ms())
+      note_revoked(request)
       redis.call('PUBLISH', 'tinsmith:done', request)
     end
     redis.call('EXPIRE', future, keep_s, 'NX')  -- those of consumed seqs have no end yet either

@@ -54,7 +54,7 @@ local function close_sample(request, result, keep_s)
 end
 
 -- part: abort_sample
--- needs: close_sample, refund, result
+-- needs: close_sample, note_revoked, refund, result
 -- Cancel a sampling request, and notify the worker that may be running it. Without such a worker, its whole charge is
 -- refunded at once; else the unused part, when the worker reports its usage, which is counted then. Returns as
 -- close_sample does.
@@ -67,6 +67,7 @@ local function abort_sample(request, keep_s, type, body)
   else
     give_back(charged, '{}')
   end
+  note_revoked(request)
   redis.call('PUBLISH', 'tinsmith:aborted', request)
   return true
 end

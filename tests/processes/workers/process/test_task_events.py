@@ -26,7 +26,8 @@ from tests.property.vector_backend import BREAKING, POISON, backward
 from tests.property.world import BASE, CREATE, MODEL
 from tests.servers import start_valkey
 
-FIRST, REFUSED, LAST, SAMPLE = f"{MODEL}:1", f"{MODEL}:3", f"{MODEL}:4", f"{SAMPLER}:0"
+FIRST, REFUSED, LAST = f"{MODEL}:1", f"{MODEL}:3", f"{MODEL}:4"
+SAMPLE, CANCELLED = f"{SAMPLER}:0", f"{SAMPLER}:1"
 
 
 class Dashboard:
@@ -41,8 +42,8 @@ class Dashboard:
         if "uuid" in event:
             self.states.setdefault(event["uuid"], []).append(self.task(event["uuid"]).state)
 
-    def is_ended(self, request_id: str) -> bool:
-        return self.states.get(request_id, [""])[-1] in ("SUCCESS", "FAILURE")
+    def have_ended(self, *request_ids: str) -> bool:
+        return all(self.states.get(id_, [""])[-1] in ("SUCCESS", "FAILURE", "REVOKED") for id_ in request_ids)
 
     def task(self, request_id: str) -> Task:
         return self.tasks.tasks[request_id]
@@ -65,7 +66,8 @@ def watching(celery: Celery, events: TaskEvents) -> Iterator[Dashboard]:
 
 
 def admit(workers: Workers, events: TaskEvents) -> None:
-    """Admits futures as the API does: a model, three batches of which the second and the third fail, and a sample."""
+    """Admits futures as the API does: a model, three batches of which the second and the third fail, a sample,
+    and one that is cancelled before it begins."""
     workers.oplog.create_model(MODEL, dump(Model("me", "session", BASE, 0.0)))
     assert workers.oplog.refuse(MODEL, 3, "refused")
     calls = {0: CREATE, 1: backward(1), 2: backward(2, POISON, forward_only=True), 4: backward(3, BREAKING)}
@@ -75,8 +77,9 @@ def admit(workers: Workers, events: TaskEvents) -> None:
         events.admitted(request_id, op.kind, "me")
     RedisRecords(workers.client).put_new(Sampler.namespace, SAMPLER, dump(Sampler("me", "session", BASE, 0.0)))
     payload = ops.encode(SampleRequest(np.array([5]), 1, 4, seed=3))
-    workers.oplog.admit_sample(SAMPLE, SAMPLER, "me", f"sample.{BASE}", payload, ops.digest(payload))
-    events.admitted(SAMPLE, "sample", "me")
+    for request_id in (SAMPLE, CANCELLED):
+        workers.oplog.admit_sample(request_id, SAMPLER, "me", f"sample.{BASE}", payload, ops.digest(payload))
+        events.admitted(request_id, "sample", "me")
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +94,10 @@ def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
             with workers.running("trainer") as process:
                 workers.until(lambda: "STARTED" in dashboard.states.get(FIRST, ()), process)
             (folder / "go").touch()
-            for role, request_id in (("trainer", LAST), ("sampler", SAMPLE)):
+            assert workers.oplog.cancel_sample(CANCELLED)  # the killed worker might have lost its event
+            for role, request_ids in (("trainer", (LAST,)), ("sampler", (SAMPLE, CANCELLED))):
                 with workers.running(role) as process:
-                    workers.until(partial(dashboard.is_ended, request_id), process)
+                    workers.until(partial(dashboard.have_ended, *request_ids), process)
             yield dashboard
         events.close()
 
@@ -128,6 +132,11 @@ def test_a_sample_is_a_task_of_its_sampling_session(dashboard: Dashboard):
     task = dashboard.task(SAMPLE)
     assert (task.name, task.state) == ("tinsmith.sample", "SUCCESS")
     assert task.kwargs == repr({"project": "me", "sampling_session_id": SAMPLER})
+
+
+def test_a_sample_that_is_cancelled_before_it_begins_is_revoked_once(dashboard: Dashboard):
+    assert dashboard.states[CANCELLED] == ["PENDING", "REVOKED"]
+    assert dashboard.task(CANCELLED).name == "tinsmith.sample"
 
 
 def test_a_future_whose_worker_was_killed_is_retried_once(dashboard: Dashboard):

@@ -20,7 +20,10 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Holder, Lease
+from tests.unit.workers.sample.test_task_events import Sent, sent
 from workers.maintenance.leader import SessionExpiry
+
+__all__ = ["sent"]
 
 SESSION, OTHER = "session", "session2"
 MODEL, OTHER_MODEL = f"{SESSION}:train:0", f"{OTHER}:train:0"
@@ -343,3 +346,9 @@ def test_the_samples_of_an_ended_session_are_cancelled_later_if_they_were_not_th
     result = installation.oplog.outcome(f"{sampler}:0")
     assert result is not None and result.failed
     assert installation.oplog.outcome(f"{other}:0") is None
+
+
+def test_a_call_that_ends_without_a_run_is_revoked_once_on_the_dashboard(installation: Installation, sent: Sent):
+    installation.client.rpush(keys.REVOKED, f"{SESSION}:sample:0:0")
+    installation.sweep(PATIENT, rounds=2)
+    assert sent.types == ["task-revoked"]

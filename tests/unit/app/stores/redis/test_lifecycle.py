@@ -182,6 +182,18 @@ def test_what_waits_for_an_ended_model_fails_as_the_users_doing_and_results_stay
     assert json.loads(failed.body)["category"] == "user"
 
 
+def test_the_calls_that_wait_for_an_ended_model_are_reported_once(lifecycle, oplog):
+    for seq in (0, 1, 3):
+        admit(oplog, seq)
+    assert oplog.refuse(MODEL, 2, "bad")
+    oplog.commit(own(oplog), 0, OK)
+    for _ in range(2):
+        lifecycle.end_model(MODEL)
+        lifecycle.end_calls()
+    assert lifecycle.take_revoked() == [f"{MODEL}:1", f"{MODEL}:3"]
+    assert lifecycle.take_revoked() == []
+
+
 def test_the_end_of_a_model_wakes_the_polls_of_what_waits(client, lifecycle, oplog):
     admit(oplog, 0)
     admit(oplog, 1)

@@ -176,6 +176,29 @@ def test_the_end_of_a_session_cancels_what_it_samples_and_nothing_else(client, s
     assert lifecycle.abort_samples() == 0
 
 
+def test_a_sample_that_ended_without_a_result_is_reported_once(samples, lifecycle):
+    waiting, running, done, ending = (admit(samples, seq) for seq in range(4))
+    for request in (running, done):
+        samples.claim_sample(request, "a/1")
+    samples.finish_sample(done, OK)
+    for request in (waiting, running, done):
+        for _ in range(2):
+            samples.cancel_sample(request)
+    samples.put_off_sample(running, "a/1")
+    lifecycle.finish(SESSION, "success")
+    lifecycle.abort_samples()
+    assert lifecycle.take_revoked() == [waiting, running, ending]
+    assert lifecycle.take_revoked() == []
+
+
+def test_a_storm_of_cancelled_samples_takes_a_bounded_list(client, samples, lifecycle):
+    client.rpush(keys.REVOKED, *range(10_000))
+    request = admit(samples, 0)
+    samples.cancel_sample(request)
+    assert (client.llen(keys.REVOKED), client.lindex(keys.REVOKED, -1)) == (10_000, request.encode())
+    assert len(lifecycle.take_revoked()) == 1000
+
+
 def test_a_session_that_a_new_sample_brought_back_keeps_what_waits(samples, lifecycle):
     admit(samples, 0)
     lifecycle.finish(SESSION, "success")
