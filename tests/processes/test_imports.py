@@ -40,7 +40,8 @@ def test_a_tokenizer_loads_no_gpu_library(tmp_path: Path) -> None:
     folder = byte_tokenizer(tmp_path)
     code = f"""
 from app.services.openai.tokenizer import read
-read({str(folder)!r}).encode_chat([{{"role": "user", "content": "hi"}}], [])"""
+tokenizer = read({str(folder)!r})
+tokenizer.encode_rendered(tokenizer.chat_text([{{"role": "user", "content": "hi"}}], []), 1000)"""
     assert not loaded(code) & WORKERS
 
 

@@ -60,18 +60,6 @@ class BaseTokenizer:
         long for a context of `context` tokens, and UnicodeEncodeError for half a surrogate pair."""
         return self._ids(text, context, special=True)
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        context: int = sys.maxsize,
-        prefill: str = "",
-        variables: Mapping[str, Any] | None = None,
-    ) -> np.ndarray:
-        """int32 [n] of `chat_text` and of `prefill`, the beginning of the answer. Raises the errors of `encode` and of
-        `chat_text`."""
-        return self.encode_rendered(self.chat_text(messages, tools, variables) + prefill, context)
-
     def encode_rendered(self, text: str, context: int) -> np.ndarray:
         """int32 [n] of a text that holds its special tokens already. Raises the errors of `encode`."""
         return self._ids(text, context, special=False)

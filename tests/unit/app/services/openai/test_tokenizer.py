@@ -11,18 +11,24 @@ import pytest
 
 from app.errors import BadRequest
 from app.services.base_models import BaseModels
-from app.services.openai.tokenizer import Tokenizers, read
+from app.services.openai.tokenizer import BaseTokenizer, Tokenizers, read
 from tests.tokenizers import PLAIN, WITH_TOOLS, byte_tokenizer
 
+CONTEXT = 1000
 ASK = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def tokens_of(tokenizer: BaseTokenizer) -> list[int]:
+    """The tokens of the chat, as a call makes them."""
+    return tokenizer.encode_rendered(tokenizer.chat_text(ASK, []), CONTEXT).tolist()
 
 
 def test_a_template_in_a_file_of_its_own_is_taken(tmp_path: Path):
     byte_tokenizer(tmp_path, "{{ raise_exception('the old one') }}")
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
     tokenizer = read(str(tmp_path))
-    assert tokenizer.core.decode(tokenizer.encode_chat(ASK, []).tolist(), skip_special_tokens=False) == "<|im_start|>hi"
+    assert tokenizer.core.decode(tokens_of(tokenizer), skip_special_tokens=False) == "<|im_start|>hi"
 
 
 def test_of_several_templates_the_one_for_tools_is_taken_with_tools(tmp_path: Path):
@@ -31,7 +37,7 @@ def test_of_several_templates_the_one_for_tools_is_taken_with_tools(tmp_path: Pa
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
     tokenizer = read(str(tmp_path))
-    assert [tokenizer.decode(tokenizer.encode_chat(ASK, tools).tolist()) for tools in ([], [TOOL])] == [
+    assert [tokenizer.chat_text(ASK, tools) for tools in ([], [TOOL])] == [
         "plain",
         "tools",
     ]
@@ -40,14 +46,13 @@ def test_of_several_templates_the_one_for_tools_is_taken_with_tools(tmp_path: Pa
 @pytest.mark.parametrize("template", [WITH_TOOLS, PLAIN])
 def test_text_that_looks_special_is_tokenized_once(tmp_path: Path, template: str):
     tokenizer = read(str(byte_tokenizer(tmp_path, template)))
-    tokens = tokenizer.encode_chat(ASK, []).tolist()
-    assert [token for token in tokens if token > 255] == [256, 257, 256]
+    assert [token for token in tokens_of(tokenizer) if token > 255] == [256, 257, 256]
 
 
 def test_what_a_template_refuses_is_the_clients_to_read(tmp_path: Path):
     tokenizer = read(str(byte_tokenizer(tmp_path, "{{ raise_exception('roles must alternate') }}")))
     with pytest.raises(BadRequest, match="roles must alternate"):
-        tokenizer.encode_chat(ASK, [])
+        tokenizer.chat_text(ASK, [])
 
 
 FAILING = ["{{ messages[0].content.index('?') }}", "{{ 1 // 0 }}", "{{ messages[0].content[0].x.y }}"]
@@ -57,7 +62,7 @@ FAILING = ["{{ messages[0].content.index('?') }}", "{{ 1 // 0 }}", "{{ messages[
 def test_what_a_template_fails_of_is_the_clients_to_read(tmp_path: Path, template: str):
     tokenizer = read(str(byte_tokenizer(tmp_path, template)))
     with pytest.raises(BadRequest, match="cannot take these messages"):
-        tokenizer.encode_chat(ASK, [])
+        tokenizer.chat_text(ASK, [])
 
 
 HOSTILE = ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}"]
@@ -67,14 +72,14 @@ HOSTILE = ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ c
 def test_a_template_reaches_nothing_but_what_it_is_given(tmp_path: Path, template: str):
     tokenizer = read(str(byte_tokenizer(tmp_path, template)))
     with pytest.raises(BadRequest, match=r"unsafe|immutable|undefined"):
-        tokenizer.encode_chat(ASK, [])
+        tokenizer.chat_text(ASK, [])
 
 
 def test_a_base_without_a_template_says_what_can_be_used(tmp_path: Path):
     byte_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(BadRequest, match="/completions"):
-        read(str(tmp_path)).encode_chat(ASK, [])
+        read(str(tmp_path)).chat_text(ASK, [])
 
 
 def test_a_long_text_keeps_no_other_thread_from_running(tmp_path: Path):
