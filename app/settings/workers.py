@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
 from app.domain.prices import Prices
 from app.errors import SetupError
@@ -22,6 +22,9 @@ _DEVICES = (
     "GPUs by nvidia-smi's numbers, such as [0, 1]; with count = 2, [0, 1] gives each copy one GPU, and [[0, 1], [2, "
     "3]] gives each copy two; empty: `tinsmith up` chooses free ones, if there are any"
 )
+SPECULATION = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+"""vLLM's engine arguments that turn on speculative decoding. It then samples from the logits of several tokens at once,
+to which workers/backends/sampling/vllm/patches.py applies no grammar."""
 _METRICS_PORT = (
     "Prometheus port of the first worker, on every interface; each further copy has the next port; 0: `tinsmith up` "
     "chooses a loopback port for each worker, and keeps it"
@@ -128,6 +131,16 @@ class SamplerSettings(Section):
     cache_bytes: int = Field(8 * 2**30, ge=0, description="most bytes of unused adapter files kept on disk")
     engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed on unchanged")
     metrics_port: int = Field(0, description=_METRICS_PORT)
+
+    @field_validator("engine_args")
+    @classmethod
+    def _decodes_one_token_at_a_time(cls, engine_args: dict[str, Any]) -> dict[str, Any]:
+        found = [name for name in SPECULATION if engine_args.get(name)]
+        if found:
+            raise ValueError(
+                f"remove {found[0]}: samples under vLLM's speculative decoding would not follow a JSON schema"
+            )
+        return engine_args
 
     @property
     def gpus_needed(self) -> int:

@@ -20,7 +20,8 @@ slice is a view, so its start gives its tokens in the batch, and vLLM has the ad
 
 **Logprobs under a grammar.** vLLM masks the logits before it computes a sample's logprobs, so a forced token has the
 logprob 0 instead of the model's own. Here, the mask waits until the logprobs no longer need the logits. Both of its
-samplers are covered: the CPU has the first, a GPU the second.
+samplers are covered: the CPU has the first, a GPU the second. Speculative decoding has a third, so the settings refuse
+it (`SPECULATION`).
 
 **Unread pieces of a streamed answer**, in the sampler's own process. vLLM joins them into one piece, and keeps each
 position's logprobs in a dict meanwhile. A sampled token that is also among the likeliest is in the dict only once, so
@@ -32,7 +33,7 @@ vLLM takes all of the prompt's text for the sample's text, and stops at a stop s
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,7 @@ def repair_pieces() -> None:
 
     extend = FlatLogprobs.extend
 
+    @wraps(extend)
     def extend_whole(self: Any, more: Any) -> None:
         if not isinstance(more, FlatLogprobs):
             extend(self, more)
@@ -240,6 +242,7 @@ def repair_stops() -> None:
 def _begin_behind_prompts(detokenizer: Any) -> None:
     begin = detokenizer.__init__
 
+    @wraps(begin)
     def begin_behind_prompt(self: Any, tokenizer: Any, request: Any) -> None:
         begin(self, tokenizer, request)
         if not seen(self.tokenizer, request.prompt_token_ids):

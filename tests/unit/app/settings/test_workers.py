@@ -1,0 +1,28 @@
+"""Settings of workers that could only fail later, or give other results, are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.errors import SetupError
+from app.settings.files import load
+from app.settings.workers import SPECULATION, SamplerSettings
+
+
+@pytest.mark.parametrize("section", ["sampler", "full_sampler"])
+@pytest.mark.parametrize("name", SPECULATION)
+def test_speculative_decoding_is_refused_by_the_argument_that_turns_it_on(tmp_path: Path, section: str, name: str):
+    file = tmp_path / "tinsmith.toml"
+    value = '{ method = "ngram" }' if name == "speculative_config" else "3"
+    file.write_text(
+        f'[[base_models]]\nname = "base"\npath = "/m"\n[base_models.{section}]\nengine_args = {{ {name} = {value} }}\n'
+    )
+    with pytest.raises(SetupError, match=rf"base_models\.0\.{section}\.engine_args: remove {name}: .*JSON schema"):
+        load(file)
+
+
+def test_other_engine_arguments_and_those_that_turn_it_off_are_passed_on():
+    args = {"seed": 1, "spec_tokens": 0, "speculative_config": {}}
+    assert SamplerSettings(engine_args=args).engine_args == args
