@@ -190,6 +190,23 @@ def test_keys_are_listed_by_any_prefix_in_order(store: ObjectStore):
     assert store.list("absent/") == []
 
 
+def test_keys_are_listed_a_page_at_a_time_behind_a_key_or_another_text(store: ObjectStore):
+    keys = [f"pages/b:1/{name}" for name in ("a", "b/x", "c", "d", "e")]
+    for key in (*keys, "pages/b:10/x", "pages/a"):
+        store.put_new(key, b"1")
+    assert store.page("pages/b:1/", "pages/b:1/", 2) == keys[:2]
+    assert store.page("pages/b:1/", "pages/b:1/b/x", 3) == keys[2:]
+    assert store.page("pages/b:1/", "pages/b:1/b1", 9) == keys[2:]
+    assert store.page("pages/b:1/", "pages/b:1/e", 2) == store.page("absent/", "absent/", 2) == []
+
+
+def test_folders_are_the_next_parts_of_keys_that_go_on(store: ObjectStore):
+    for key in ("folders/b:1/x", "folders/b:1/a/y", "folders/-/x", "folders/a", "n/z"):
+        store.put_new(key, b"1")
+    assert store.folders("folders/") == ["-", "b:1"]
+    assert store.folders("absent/") == []
+
+
 def test_more_keys_than_one_page_of_a_server_are_all_listed_and_deleted(store: ObjectStore):
     keys = [f"many/{i:04}" for i in range(1_050)]
     with ThreadPoolExecutor(8) as pool:

@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import urllib3
@@ -60,6 +61,21 @@ def test_an_outage_later_is_unavailable_and_passes(tmp_path: Path):
         with pytest.raises(Unavailable, match="does not answer") as caught:
             call()
         assert "Signature" not in str(caught.value)
+
+
+def test_a_page_is_one_request_for_its_keys_alone(s3_settings: StoreSettings, monkeypatch: pytest.MonkeyPatch):
+    store, asked = S3Store(s3_settings), []
+    for number in range(5):
+        store.put_new(f"page/{number}", b"1")
+    urlopen = store._http.urlopen
+
+    def note(method: str, url: str, **named: object) -> urllib3.BaseHTTPResponse:
+        asked.append(parse_qs(urlsplit(url).query))
+        return urlopen(method, url, **named)
+
+    monkeypatch.setattr(store._http, "urlopen", note)
+    assert store.page("page/", "page/1", 2) == ["page/2", "page/3"]
+    assert [(query["max-keys"], query["start-after"]) for query in asked] == [(["2"], ["page/1"])]
 
 
 def test_an_object_that_was_sent_with_an_encoding_comes_as_it_is_stored(s3_settings: StoreSettings, tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,16 +14,18 @@ from app.domain.accounts import Caller
 from app.domain.captures import Capture, CapturedSequence
 from app.domain.records import Sampler
 from app.domain.sampling import SampledSequence, SampleRequest
-from app.errors import NotFound, Unavailable
+from app.errors import BadRequest, NotFound, Unavailable
 from app.services.admission import LimitsOf
 from app.services.tenants import audit
 from app.services.tenants.access import check_role
-from app.stores.objects.captures import CaptureFiles, Place
+from app.stores.objects.captures import CaptureFiles
 from app.stores.redis.records import RedisRecords
 
 log = logging.getLogger(__name__)
 # A token takes some 25 bytes of JSON in a datum, which repeats the prompt for each sequence.
 _MOST_TOKENS = 2**20
+_NAME = re.compile("[0-9a-f-]*")
+"""The id of a capture, or none for the first page."""
 
 
 class CaptureService:
@@ -52,8 +55,11 @@ class CaptureService:
     def page(self, caller: Caller, run: str | None, after: str, limit: int) -> dict[str, Any]:
         """The captures of the caller's project, oldest first, behind the one with the id `after`: all, or those of one
         run, or with an empty `run` those of base models. A page has at most `limit` of them, and fewer once it has a
-        million tokens. Raises Forbidden, NotFound on a server that keeps none, and Unavailable."""
-        found = [place for place in self._found(caller, run) if place.name > after]
+        million tokens. Raises Forbidden, BadRequest, NotFound on a server that keeps none, and Unavailable."""
+        self._check(caller, run)
+        if not _NAME.fullmatch(after):
+            raise BadRequest(f"after {after[:200]!r} is not the last_id of a page")
+        found = self._files.page(caller.project, run, after, limit + 1)
         rows: list[dict[str, Any]] = []
         tokens, read = 0, 0
         for place in found[:limit]:
@@ -69,20 +75,22 @@ class CaptureService:
 
     def delete(self, caller: Caller, run: str | None) -> int:
         """Deletes the same captures, and returns their number. Raises as `page` does."""
-        found = self._found(caller, run)
+        self._check(caller, run)
+        found = self._files.places(caller.project, run)
         about: audit.About = {"run_id": run, "captures": len(found)}
         audit.note(self._records, caller, caller.project, "capture_delete", about, urgent=True)
         self._files.remove(found)
         return len(found)
 
-    def _found(self, caller: Caller, run: str | None) -> list[Place]:
+    def _check(self, caller: Caller, run: str | None) -> None:
         check_role(caller, caller.project)
+        if run and not ids.is_model_id(run):
+            raise BadRequest(f"run_id {run[:200]!r} is not the id of a run")
         if not self._files.can_keep:
             raise NotFound(
                 "this server keeps no answers: its operator has to set capture_secret in the config file, to 32 random "
                 "characters or more"
             )
-        return [place for place in self._files.places(caller.project) if run is None or place.run == run]
 
 
 def _run_of(sampler: Sampler) -> str:

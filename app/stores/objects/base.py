@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -48,6 +48,16 @@ class ObjectStore(Protocol):
 
     def list(self, prefix: str) -> list[str]:
         """Keys that start with `prefix`, sorted."""
+        ...
+
+    def page(self, prefix: str, after: str, limit: int) -> Sequence[str]:
+        """The first `limit` of these keys that come behind `after`: a key, or another text that is no folder of keys.
+        An S3 server sends no others."""
+        ...
+
+    def folders(self, prefix: str) -> Sequence[str]:
+        """The next part of the keys that start with `prefix` and have a further one, sorted; `prefix` ends with "/". A
+        part whose keys were all deleted may be among them."""
         ...
 
     def delete(self, keys: Iterable[str]) -> None:

@@ -41,7 +41,7 @@ class Place:
 
     @property
     def key(self) -> str:
-        return f"{ROOT}/{self.project}/{self.run or _NO_RUN}/{self.name}"
+        return _folder(self.project, self.run) + self.name
 
     @classmethod
     def new(cls, project: str, run: str, created: float, days: int) -> Self:
@@ -74,9 +74,19 @@ class CaptureFiles:
         content = self._cipher.encrypt(zstandard.compress(capture.encode()))
         self._objects.put_new(Place.new(project, run, capture.created, days).key, content)
 
-    def places(self, project: str) -> list[Place]:
-        """The captures of a project, oldest first."""
-        return sorted(self._places(f"{ROOT}/{project}/"), key=lambda place: place.name)
+    def places(self, project: str, run: str | None = None) -> list[Place]:
+        """The captures of a project or of one of its runs."""
+        return self._places(f"{ROOT}/{project}/" if run is None else _folder(project, run))
+
+    def page(self, project: str, run: str | None, after: str, limit: int) -> list[Place]:
+        """The oldest `limit` captures of a project, or of one of its runs, behind the one with the name `after`. The
+        object store lists so many of the run, or of each run of the project, and no others."""
+        if run is None:
+            folders = [f"{ROOT}/{project}/{name}/" for name in self._objects.folders(f"{ROOT}/{project}/")]
+        else:
+            folders = [_folder(project, run)]
+        found = [place for folder in folders for place in self._behind(folder, after, limit)]
+        return sorted(found, key=lambda place: place.name)[:limit]
 
     def read(self, place: Place) -> Capture | None:
         """The capture; None if it is gone, or if another secret encrypted it. Requires `can_keep`."""
@@ -96,8 +106,26 @@ class CaptureFiles:
         self.remove(expired)
         return len(expired)
 
+    def _behind(self, folder: str, after: str, limit: int) -> list[Place]:
+        found: list[Place] = []
+        last = folder + after
+        while keys := self._objects.page(folder, last, limit):
+            found += _parsed(keys)
+            if len(keys) < limit or len(found) >= limit:
+                break
+            last = keys[-1]  # some of these keys are not of captures
+        return found
+
     def _places(self, prefix: str) -> list[Place]:
-        return [place for key in self._objects.list(prefix) if (place := Place.parse(key))]
+        return _parsed(self._objects.list(prefix))
+
+
+def _folder(project: str, run: str) -> str:
+    return f"{ROOT}/{project}/{run or _NO_RUN}/"
+
+
+def _parsed(keys: Iterable[str]) -> list[Place]:
+    return [place for key in keys if (place := Place.parse(key))]
 
 
 def _cipher(secret: str) -> Fernet:

@@ -6,7 +6,7 @@ import io
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -101,6 +101,19 @@ class FolderStore:
         found = sorted(key for key in keys if key.startswith(prefix))
         self._check_mounted()
         return found
+
+    def page(self, prefix: str, after: str, limit: int) -> Sequence[str]:
+        """The first `limit` of these keys that come behind `after`."""
+        return [key for key in self.list(prefix) if key > after][:limit]
+
+    @store_call("list")
+    def folders(self, prefix: str) -> Sequence[str]:
+        """The next part of the keys that start with `prefix` and have a further one, sorted."""
+        folder = self._root / check_prefix(prefix)
+        with self._outages():
+            found = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+        self._check_mounted()
+        return [name for name in found if not name.startswith(".")]
 
     @store_call("delete")
     def delete(self, keys: Iterable[str]) -> None:

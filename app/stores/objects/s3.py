@@ -11,9 +11,10 @@ import hashlib
 import io
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import SplitResult, urlsplit
@@ -118,6 +119,25 @@ class S3Store:
         with self._outages():
             found = self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
             return sorted(item.object_name for item in found if not item.is_dir)
+
+    @store_call("list")
+    def page(self, prefix: str, after: str, limit: int) -> Sequence[str]:
+        """The first `limit` of these keys that come behind `after`: one request for 1,000 keys."""
+        check_prefix(prefix)
+        with self._outages():
+            # The client's own list_objects asks for 1,000 keys, whatever the caller needs.
+            found = self._client._list_objects(
+                self._bucket, prefix=prefix, start_after=after, max_keys=limit, encoding_type="url"
+            )
+            return [item.object_name for item in islice(found, limit)]
+
+    @store_call("list")
+    def folders(self, prefix: str) -> Sequence[str]:
+        """The next part of the keys that start with `prefix` and have a further one, sorted."""
+        check_prefix(prefix)
+        with self._outages():
+            found = self._client.list_objects(self._bucket, prefix=prefix, recursive=False)
+            return sorted(item.object_name.split("/")[-2] for item in found if item.is_dir)
 
     @store_call("delete")
     def delete(self, keys: Iterable[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -63,6 +63,16 @@ def expire(openai: OpenAi, days_later: float) -> None:
     services = openai.api.services
     later = CaptureFiles(services.objects, "", lambda: services.records.now() + days_later * DAY_S)
     ExpiredCaptures(later).sweep()
+
+
+def keep(openai: OpenAi, count: int) -> None:
+    """Keeps answers of a run's checkpoint."""
+    project = openai.api.services.authenticator(openai.key).project
+    sampler = Sampler(project, "session", BASE, 0.0, model_path=f"tinker://{RUN}/sampler_weights/a")
+    request = SampleRequest(np.array([1, 2], np.int32), 1, 4, seed=0)
+    sequence = SampledSequence(np.array([3], np.int32), np.array([-1.0], np.float32), stopped=True)
+    for number in range(count):
+        openai.api.services.captures.keep(sampler, f"request {number}", request, [sequence])
 
 
 @pytest.mark.usefixtures("capture_days")
@@ -141,18 +151,61 @@ def test_other_projects_neither_see_nor_delete_kept_answers(openai: OpenAi) -> N
 @pytest.mark.usefixtures("capture_days")
 def test_answers_of_a_run_are_listed_by_it_a_page_at_a_time(openai: OpenAi) -> None:
     openai.completion()
-    project = openai.api.services.authenticator(openai.key).project
-    sampler = Sampler(project, "session", BASE, 0.0, model_path=f"tinker://{RUN}/sampler_weights/a")
-    request = SampleRequest(np.array([1, 2], np.int32), 1, 4, seed=0)
-    sequence = SampledSequence(np.array([3], np.int32), np.array([-1.0], np.float32), stopped=True)
-    for number in range(3):
-        openai.api.services.captures.keep(sampler, f"request {number}", request, [sequence])
+    keep(openai, 3)
     first, second, third = captures(openai, run_id=RUN)
     assert [kept["request_id"] for kept in (first, second, third)] == ["request 0", "request 1", "request 2"]
     assert captures(openai, run_id=RUN, after=first["id"], limit=1) == [second]
     assert captures(openai, run_id=RUN, after=second["id"]) == [third]
     assert [kept["model"] for kept in captures(openai, run_id="")] == [BASE]
     assert len(captures(openai)) == 4
+
+
+@pytest.mark.usefixtures("capture_days")
+@pytest.mark.parametrize(("run", "listings"), [(RUN, 1), ("", 1), (None, 2)], ids=["a run", "base models", "all"])
+def test_a_page_lists_no_more_keys_of_a_run_than_it_has_and_one(
+    openai: OpenAi, monkeypatch: pytest.MonkeyPatch, run: str | None, listings: int
+) -> None:
+    keep(openai, 6)
+    for _ in range(6):
+        openai.completion()
+    objects, listed = openai.api.services.objects, list[int]()
+    page = objects.page
+
+    def note(*asked: Any) -> Sequence[str]:
+        found = page(*asked)
+        listed.append(len(found))
+        return found
+
+    monkeypatch.setattr(objects, "page", note)
+    monkeypatch.setattr(openai.api.services.captures._files, "_places", mock.Mock(side_effect=AssertionError))
+    asked: dict[str, Any] = {"limit": 2, "run_id": run} if run is not None else {"limit": 2}
+    headers, seen, answer = {"X-API-Key": openai.key}, [], {"has_more": True, "last_id": ""}
+    while answer["has_more"]:
+        listed.clear()
+        query = {**asked, "after": answer["last_id"]}
+        answer = openai.api.client.get("/api/v1/captures", query_string=query, headers=headers).json
+        seen += [kept["id"] for kept in answer["captures"]]
+        assert len(listed) == listings
+        assert max(listed) <= 2 + 1
+    assert seen == sorted(seen)
+    assert len(set(seen)) == 6 * listings
+
+
+@pytest.mark.usefixtures("capture_days")
+def test_foreign_files_hide_no_kept_answer(openai: OpenAi) -> None:
+    openai.completion()
+    project = openai.api.services.authenticator(openai.key).project
+    for length in range(1, 6):
+        openai.api.services.objects.put_new(f"{ROOT}/{project}/-/{'0' * length}", b"mine")  # they sort before it
+    openai.completion()
+    assert len(captures(openai, run_id="", limit=2)) == 2
+    assert len(captures(openai, limit=1)) == 1
+
+
+@pytest.mark.parametrize("asked", [{"run_id": "a run"}, {"run_id": "-"}, {"after": "é"}, {"after": "../x"}])
+def test_what_names_no_run_or_page_is_refused(openai: OpenAi, asked: dict[str, str]) -> None:
+    answer = openai.api.client.get("/api/v1/captures", query_string=asked, headers={"X-API-Key": openai.key})
+    assert (answer.status_code, next(iter(asked)) in answer.text) == (400, True)
 
 
 @pytest.mark.usefixtures("capture_days")
