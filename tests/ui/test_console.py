@@ -53,8 +53,9 @@ def training(stack: Stack) -> Iterator[tinker.TrainingClient]:
 def browser() -> Iterator[Browser]:
     assert CHROMIUM, "no Chromium here: install it (on Debian: apt install chromium), or set TINSMITH_CHROMIUM"
     with sync_playwright() as playwright:
-        # Chromium's sandbox does not start for root.
-        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] if not os.getuid() else [])
+        # The sandbox starts neither for root, nor where AppArmor forbids it, as on GitHub's ubuntu-24.04. Playwright's
+        # default is the same.
+        yield playwright.chromium.launch(executable_path=CHROMIUM, chromium_sandbox=False)
 
 
 Opener = Callable[..., Page]
