@@ -35,6 +35,12 @@ def test_the_script_of_ci_runs_programs_that_are_there():
     assert programs and all((ROOT / program).is_file() for program in programs)
 
 
+def test_the_script_of_ci_checks_the_chart_the_alerts_and_the_console():
+    script = (ROOT / ".ci" / "run").read_text()
+    made = re.findall(r"^(?:make|where_there_is \S+) (\S+)$", script, re.MULTILINE)
+    assert {"chart", "alerts", "ui", "test"} <= set(made)
+
+
 def test_a_release_is_made_of_what_ci_passed_on():
     commands = [step.get("run", "") for step in steps(ROOT / ".github" / "workflows" / "release.yml")]
     order = [
