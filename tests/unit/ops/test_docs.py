@@ -53,3 +53,27 @@ def test_what_is_inside_a_list_is_indented_by_four_as_python_markdown_needs():
     lists = re.compile(r"^ {2,3}[-*] .*|(?<=\n\n) {5,7}\S.*", re.MULTILINE)
     texts = {page.name: re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE) for page in pages}
     assert [(name, found) for name, text in texts.items() for found in lists.findall(text)] == []
+
+
+def wanted(address: str) -> str:
+    """A pattern of the text that links to a source: it ends with the commit, thread or release that was read."""
+    if commit := re.fullmatch(r"https://github\.com/[^/]+/[^/]+/blob/([0-9a-f]{7})[0-9a-f]{33}/.+", address):
+        return rf".+, {commit[1]}"
+    if thread := re.fullmatch(r"https://github\.com/[^/]+/[^/]+/(?:pull|issues)/([0-9]+)", address):
+        return rf".+ {thread[1]}"
+    if re.fullmatch(r"https://github\.com/[^/]+/[^/]+", address):
+        return r".*wheel of [a-z-]+ [0-9]+\.[0-9]+\.[0-9]+"
+    assert "github.com" not in address, f"{address} changes: name a commit"
+    return r".+"
+
+
+def test_each_fact_about_another_system_has_a_source_that_names_the_version_read():
+    page = (DOCS / "compare.md").read_text()
+    targets = dict(re.findall(r"^\[([a-z0-9-]+)\]: (.+)$", page, re.MULTILINE))
+    rows = re.findall(r"^\| (.+?) \| .+ \| (.+) \|$", page, re.MULTILINE)
+    sources = [source for system, source in rows if system not in ("System", "Tinsmith")]
+    links = [re.findall(r"\[([^]]+)\]\[([^]]+)\]", source) for source in sources]
+    assert links and all(links)
+    assert {name for row in links for _, name in row} == targets.keys()
+    for text, name in (link for row in links for link in row):
+        assert re.fullmatch(wanted(targets[name]), text), f"[{text}][{name}]"
