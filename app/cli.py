@@ -29,7 +29,7 @@ examples:
   tinsmith up --config tinsmith.toml --port 9000
       everything from a file (GPUs, ZeRO stage, engine arguments), with another port
 
-Secrets can come from the environment: TINSMITH_API_KEY, TINSMITH_REDIS_URL, TINSMITH_BROKER_URL,
+Secrets can come from the environment: TINSMITH_API_KEY, TINSMITH_OPERATOR_KEY, TINSMITH_REDIS_URL, TINSMITH_BROKER_URL,
 TINSMITH_S3_ACCESS_KEY, TINSMITH_S3_SECRET_KEY, TINSMITH_URL_SECRET, TINSMITH_CAPTURE_SECRET. Ctrl-C stops everything;
 the same data dir brings everything back.
 """

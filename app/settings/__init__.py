@@ -2,7 +2,7 @@
 
 Secrets may come from the environment instead of the file, so that compose and Kubernetes can mount them:
 TINSMITH_REDIS_URL, TINSMITH_BROKER_URL, TINSMITH_S3_ACCESS_KEY, TINSMITH_S3_SECRET_KEY, TINSMITH_URL_SECRET,
-TINSMITH_CAPTURE_SECRET, TINSMITH_API_KEY.
+TINSMITH_CAPTURE_SECRET, TINSMITH_API_KEY, TINSMITH_OPERATOR_KEY.
 """
 
 from app.settings.files import (

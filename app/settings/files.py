@@ -74,10 +74,16 @@ def _with_secrets(raw: dict[str, Any], environ: Mapping[str, str]) -> dict[str, 
         values = raw.setdefault(section, {}) if variable in environ else None
         if isinstance(values, dict):  # a value that is not a section is refused later
             values[key] = environ[variable]
+    # Containers pass on an unset variable as an empty one.
     for variable, key in (("TINSMITH_URL_SECRET", "url_secret"), ("TINSMITH_CAPTURE_SECRET", "capture_secret")):
-        if secret := environ.get(variable):  # containers pass on an unset variable as an empty one
+        if secret := environ.get(variable):
             raw[key] = secret
-    keys = raw.get("api_keys", [])
-    if "TINSMITH_API_KEY" in environ and isinstance(keys, list):
-        raw["api_keys"] = [*keys, hash_key(environ["TINSMITH_API_KEY"])]
+    for variable, names in (
+        ("TINSMITH_API_KEY", ["api_keys"]),
+        ("TINSMITH_OPERATOR_KEY", ["api_keys", "operator_keys"]),
+    ):
+        for name in names if environ.get(variable) else []:
+            keys = raw.get(name, [])
+            if isinstance(keys, list):  # another value is refused later
+                raw[name] = [*keys, hash_key(environ[variable])]
     return raw

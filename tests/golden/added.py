@@ -169,7 +169,9 @@ ADDED: dict[str, set[str]] = {
         *_SEEN,
     },
     "codec": {"Image"},
-    "environment": {"TINSMITH_METRICS_PORT", "TINSMITH_URL_SECRET", "TINSMITH_CAPTURE_SECRET"},
+    "environment": {
+        *("TINSMITH_METRICS_PORT", "TINSMITH_URL_SECRET", "TINSMITH_CAPTURE_SECRET", "TINSMITH_OPERATOR_KEY"),
+    },
     "settings": {
         "api.processes",
         "api.queue_metrics_by_project",

@@ -64,9 +64,23 @@ def test_the_secrets_of_urls_and_captures_may_come_from_the_environment(file):
     assert (found.url_secret, found.capture_secret) == ("s" * 32, "c" * 32)
 
 
+def test_the_operators_key_from_the_environment_is_also_an_api_key(file):
+    found = resolve(
+        Options(config=file), {"TINSMITH_API_KEY": "tml-0123456789", "TINSMITH_OPERATOR_KEY": "tml-operator"}
+    )
+    assert found.operator_keys == (hash_key("tml-operator"),)
+    assert set(found.api_keys) == {hash_key("tml-0123456789"), hash_key("tml-operator")}
+
+
 def test_an_empty_secret_in_the_environment_leaves_that_of_the_file(file):
     file.write_text(f'url_secret = "{"f" * 32}"\n{TOML}')
     assert resolve(Options(config=file), {"TINSMITH_URL_SECRET": ""}).url_secret == "f" * 32
+
+
+@pytest.mark.parametrize("variable", ["TINSMITH_API_KEY", "TINSMITH_OPERATOR_KEY"])
+def test_an_empty_key_in_the_environment_is_no_key(variable, file):
+    found = resolve(Options(config=file), {variable: ""})
+    assert (found.api_keys, found.operator_keys) == ((), ())
 
 
 def test_worker_options_hold_for_every_base_model(file):
