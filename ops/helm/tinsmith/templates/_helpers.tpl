@@ -95,13 +95,21 @@ capabilities: {drop: [ALL]}
 {{ include "tinsmith.secret" (dict "root" . "name" "TINSMITH_S3_ACCESS_KEY" "key" "s3-access-key") }}
 {{ include "tinsmith.secret" (dict "root" . "name" "TINSMITH_S3_SECRET_KEY" "key" "s3-secret-key") }}
 {{ include "tinsmith.secret" (dict "root" . "name" "TINSMITH_URL_SECRET" "key" "url-secret") }}
-- name: TINSMITH_CAPTURE_SECRET
-  valueFrom: {secretKeyRef: {name: {{ .Values.secret }}, key: capture-secret, optional: true}}
+{{ include "tinsmith.secret" (dict "root" . "name" "TINSMITH_CAPTURE_SECRET" "key" "capture-secret" "optional" true) }}
+{{ include "tinsmith.secret" (dict "root" . "name" "OTEL_EXPORTER_OTLP_HEADERS" "key" "otlp-headers" "optional" true) }}
 {{- end }}
 
+{{/* A variable from the Secret. Without an optional key of the Secret, the variable is not set. */}}
 {{- define "tinsmith.secret" -}}
 - name: {{ .name }}
-  valueFrom: {secretKeyRef: {name: {{ .root.Values.secret }}, key: {{ .key }}}}
+  valueFrom: {secretKeyRef: {name: {{ .root.Values.secret }}, key: {{ .key }}{{ if .optional }}, optional: true{{ end }}}}
+{{- end }}
+
+{{/* The variables of the values, by name. */}}
+{{- define "tinsmith.variables" -}}
+{{- range $key := keys (default dict .) | sortAlpha }}
+- {name: {{ $key }}, value: {{ get $ $key | quote }}}
+{{- end }}
 {{- end }}
 
 {{/* The mounts of the containers of the API and of the workers. */}}

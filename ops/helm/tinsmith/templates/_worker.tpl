@@ -78,9 +78,7 @@ spec:
       env:
         {{- include "tinsmith.env" $root | nindent 8 }}
         - {name: HF_HOME, value: /var/lib/tinsmith/huggingface}
-        {{- range $key := keys (default dict $worker.values.env) | sortAlpha }}
-        - {name: {{ $key }}, value: {{ get $worker.values.env $key | quote }}}
-        {{- end }}
+        {{- include "tinsmith.variables" $worker.values.env | nindent 8 }}
       {{- end }}
       {{- if $member }}
       ports:

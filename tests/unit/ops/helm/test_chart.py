@@ -147,19 +147,21 @@ def test_no_secret_has_a_default_or_a_value_in_the_chart(name: str):
                 continue
             reference = one.get("valueFrom", {}).get("secretKeyRef", {})
             assert reference.get("name") == values(name)["secret"] or ":$(VALKEY_PASSWORD)@" in one["value"], workload
-            # Without it, no answers are kept.
-            assert bool(reference.get("optional")) == (one["name"] == "TINSMITH_CAPTURE_SECRET")
+            # Without these, no answers are kept and nobody is an operator.
+            optional = one["name"] in ("TINSMITH_CAPTURE_SECRET", "TINSMITH_OPERATOR_KEY")
+            assert bool(reference.get("optional")) == optional
     defaults = yaml.safe_load((chart.CHART / "values.yaml").read_text())
     assert (defaults["secret"], defaults["ssh"]["secret"]) == ("", "")
     for one in manifests(name, "ConfigMap"):
         assert not re.search("hush|password|secret_key|access_key|api_keys", str(one["data"])), one["metadata"]["name"]
 
 
-def test_only_the_api_has_the_clients_key_and_members_of_a_group_have_no_secret_but_their_ssh_keys():
+def test_only_the_api_has_the_keys_of_clients_and_members_of_a_group_have_no_secret_but_their_ssh_keys():
     for name in SETS:
         for workload, container in containers(name):
             names = {one["name"] for one in container.get("env", [])}
-            assert ("TINSMITH_API_KEY" in names) == (workload == "tinsmith-api"), workload
+            for key in ("TINSMITH_API_KEY", "TINSMITH_OPERATOR_KEY"):
+                assert (key in names) == (workload == "tinsmith-api"), workload
             assert container["name"] != "member" or not names
 
 
