@@ -17,6 +17,7 @@ from ops.helm import chart
 from tests.unit.ops.compose import COMPOSE, ROOT
 from tests.unit.ops.helm.rendered import SETS, containers, manifest, manifests, values
 
+TRAINER = values("cpu-demo")["baseModels"][0]["trainer"]
 SECRET = re.compile("PASSWORD|KEY|AUTH|SECRET|USER|URL")
 
 
@@ -103,6 +104,8 @@ def _with(path: str, value: Any, name: str = "cpu-demo") -> dict[str, Any]:
         ("baseModels.0.trainer.nodes", 2, "gpus"),
         ("baseModels.0.sampler", {"nodes": 2, "gpus": 8, "resources": {"requests": {}, "limits": {}}}, "nodes"),
         ("baseModels.0.trainer.resources", {}, "requests"),
+        ("baseModels.0.trainer.ageSeconds", 120, "maxReplicas"),
+        ("baseModels.0.trainer", {**TRAINER, "ageSeconds": 120, "maxReplicas": 1}, "maxReplicas"),
         ("valkey.maxmemory", "2 GB", "maxmemory"),
         ("handover.hostPath", "dev/shm", "hostPath"),
         ("minio.bundled", False, "store"),

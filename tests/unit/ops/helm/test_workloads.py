@@ -224,12 +224,13 @@ def test_an_autoscaler_starts_every_worker_by_its_backlog_and_nothing_else_sets_
         spec = one["spec"]
         assert spec["minReplicaCount"] == 0
         assert spec["maxReplicaCount"] >= 1
-        (trigger,) = spec["triggers"]
-        assert trigger["metadata"]["url"] == url
-        assert trigger["metricType"] == "AverageValue", "Value multiplies the number of workers that run"
-        metric, labels = located(trigger)
-        assert metric == "tinsmith_backlog"
-        targets[spec["scaleTargetRef"]["kind"], spec["scaleTargetRef"]["name"]] = labels
+        for trigger in spec["triggers"]:
+            assert trigger["metadata"]["url"] == url
+            assert trigger["metricType"] == "AverageValue", "Value multiplies the number of workers that run"
+        metrics = [metric for metric, _ in map(located, spec["triggers"])]
+        assert metrics in (["tinsmith_backlog"], ["tinsmith_backlog", "tinsmith_backlog_age_seconds"])
+        (labels,) = {frozenset(labels.items()) for _, labels in map(located, spec["triggers"])}
+        targets[spec["scaleTargetRef"]["kind"], spec["scaleTargetRef"]["name"]] = dict(labels)
     for one, _, container in workers(name):
         base = settings(name, tmp_path, container).base_model(option(container, "--base"))
         labels = targets.pop((one["kind"], one["metadata"]["name"]))
@@ -245,7 +246,22 @@ def test_the_metrics_that_it_reads_are_those_of_the_api_and_are_there_at_zero():
     spec = manifest("eight-gpus", "ScaledObject", "-sampler-qwen3-32b")["spec"]
     exported.set([], {("sampler", "Qwen/Qwen3-32B"): Waiting(0, 0.0)})
     found = {(sample.name, frozenset(sample.labels.items())) for one in exported.collect() for sample in one.samples}
-    assert {(name, frozenset(labels.items())) for name, labels in map(located, spec["triggers"])} <= found
+    asked = {(name, frozenset(labels.items())) for name, labels in map(located, spec["triggers"])}
+    assert {name for name, _ in asked} == {"tinsmith_backlog", "tinsmith_backlog_age_seconds"}
+    assert asked <= found
+
+
+def test_the_age_of_waiting_calls_starts_workers_where_it_is_asked_for():
+    targets = {
+        one["metadata"]["name"]: {
+            located(trigger)[0]: trigger["metadata"]["targetValue"] for trigger in one["spec"]["triggers"]
+        }
+        for one in manifests("eight-gpus", "ScaledObject")
+    }
+    assert targets == {
+        "tinsmith-trainer-qwen3-32b": {"tinsmith_backlog": "8"},
+        "tinsmith-sampler-qwen3-32b": {"tinsmith_backlog": "64", "tinsmith_backlog_age_seconds": "120"},
+    }
 
 
 @pytest.mark.parametrize("cooldown_s", [0, 7200])
