@@ -29,14 +29,15 @@ from tests.servers import free_port, start_valkey
 
 PROMPT = types.ModelInput.from_ints(sentences(1)[0])
 ONE_TOKEN = types.SamplingParams(max_tokens=1, temperature=0.0)
+OWNS = "this worker owns the model now"
 RESOURCES = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "1Gi"}}
 
 
 def rendered(base_path: Path) -> list[chart.Manifest]:
-    """The chart with one base model, which KEDA scales."""
+    """The chart with one base model, which KEDA scales: one trainer for each two models that wait."""
     base = {"name": BASE, "id": "tiny", "path": str(base_path), "settings": {"dtype": "float32"}}
     trainer, sampler = ({"settings": {"backend": name}, "resources": RESOURCES} for name in ("torch", "transformers"))
-    base_models = [{**base, "trainer": trainer, "sampler": sampler}]
+    base_models = [{**base, "trainer": {**trainer, "backlog": 2, "maxReplicas": 2}, "sampler": sampler}]
     return chart.render({"secret": "tinsmith", "keda": {"enabled": True}, "baseModels": base_models})
 
 
@@ -46,8 +47,6 @@ def here(text: str, folder: Path, port: int) -> dict[str, Any]:
     settings |= {"data_dir": str(folder / "data"), "url_secret": "s" * 32}
     settings["api"] |= {"host": "127.0.0.1", "port": port}
     settings["store"] = {"url": f"file://{folder}/objects"}
-    for section in ("trainer", "sampler"):
-        settings["base_models"][0][section]["metrics_port"] = free_port()
     return settings
 
 
@@ -111,26 +110,45 @@ def test_workers_are_scaled_to_zero_and_back_by_the_apis_metrics_and_no_call_is_
         apis.enter_context(api(scaler.url, scaler.environ))
         with tinker.ServiceClient(base_url=scaler.url, api_key=API_KEY) as service:
             assert scaler.starts.total() == 0, "nothing waits"
-            training = service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
-            train(training, 1)
-            sampling = training.save_weights_and_get_sampling_client().result()
+            trainings = [trained(service) for _ in range(3)]
+            sampling = trainings[0].save_weights_and_get_sampling_client().result()
             sampled = sampling.sample(PROMPT, 1, ONE_TOKEN).result().sequences[0].tokens
             await_true(lambda: not scaler.running, "workers go on, although nothing waits")
             before = scaler.starts.copy()
             assert before.keys() == scaler.workloads.keys()
+            logs = [scaler.logs / f"trainer-{number}.log" for number in range(2)]
+            logs[0].unlink()  # from here on, each log shows the models of its trainer
             apis.close()
             # This API process never saw a worker, and takes calls of a base model without workers.
             apis.enter_context(api(scaler.url, scaler.environ))
-            calls = step(training)
+            calls = [(training, step(training)) for training in trainings]
             assert sampling.sample(PROMPT, 1, ONE_TOKEN).result().sequences[0].tokens == sampled
-            found = after(training, calls)
+            found = [after(training, its) for training, its in calls]
             assert all(scaler.starts[name] > before[name] for name in before)
-            undisturbed = service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
-            train(undisturbed, 1)
-            np.testing.assert_array_equal(found, after(undisturbed, step(undisturbed)))
+            assert scaler.most == {"trainer": 2, "sampler": 1}, "three models waited"
+            more: list[Any] = []
+
+            def both_train() -> bool:
+                """Makes calls of three models, and a new model, which goes to the trainer with the fewest."""
+                more.extend(call for training in trainings for call in step(training))
+                trained(service)
+                return all(OWNS in log.read_text() for log in logs)
+
+            await_true(both_train, "one of two trainers has no model")
+            undisturbed = trained(service)
+            expected = after(undisturbed, step(undisturbed))
+            for one in found:
+                np.testing.assert_array_equal(one, expected)
+            assert all(call.result() is not None for call in more)
             await_true(lambda: not scaler.running, "workers go on, although nothing waits")
     assert set(scaler.codes) == {0}, "each worker ended in order"
     assert len(scaler.codes) == scaler.starts.total()
+
+
+def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    training = service.create_lora_training_client(base_model=BASE, rank=4, seed=5).result()
+    train(training, 1)
+    return training
 
 
 def step(training: tinker.TrainingClient) -> list[Any]:
