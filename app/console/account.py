@@ -94,13 +94,14 @@ def _now() -> datetime:
     return datetime.fromtimestamp(services().records.now(), UTC)
 
 
-def _by_day(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, Counter[str]]]:
-    """The usage of each day (UTC) and base model, the newest day first: amounts by kind."""
-    found: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+def _by_day(events: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, Counter[str]]]:
+    """The usage of each day (UTC), project and base model, the newest day first: amounts by kind."""
+    found: defaultdict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     for event in events:
         info = event["event_info"]
         kind = CACHED if info.get("cached") else info["type"]
         if kind in _COLUMNS.values():
             amount = info.get("token_count", info.get("count"))
-            found[event["bucket_start"][:10], event["base_model"]][kind] += amount
-    return [(day, model, found[day, model]) for day, model in sorted(found, key=lambda one: one[0], reverse=True)]
+            found[event["bucket_start"][:10], event["project_id"], event["base_model"]][kind] += amount
+    by_project = sorted(found)
+    return [(*group, found[group]) for group in sorted(by_project, key=lambda group: group[0], reverse=True)]

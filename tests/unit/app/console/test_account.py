@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from app.api.base import EXTENSION
+from app.domain.accounts import SCOPES
 from app.domain.prices import Prices
 from app.domain.results import Result
 from app.services.tenants.accounts import AccountService
@@ -72,12 +73,26 @@ def test_the_use_of_a_project_is_shown(tenant: Tenant, browser: Browsers) -> Non
     assert shown["live models"][0] == "1" and shown["storage bytes"][0] != "0 B"
 
 
-def test_an_admin_sees_the_usage_of_each_day_and_model(api: Api, tenant: Tenant, browser: Browsers) -> None:
+def test_an_admin_sees_the_usage_of_each_day_project_and_model(api: Api, tenant: Tenant, browser: Browsers) -> None:
     use(api, tenant, trained=1234)
     page = browser(tenant.key("admin")).get("usage").text
     today = datetime.fromtimestamp(api.services.records.now(), UTC).date()
     (found,) = [cells for cells in rows(page, "Usage of 14 days") if cells[0] == str(today)]
-    assert found == [str(today), BASE, "1,234", "0", "0", "4", "0"]
+    assert found == [str(today), tenant.project, BASE, "1,234", "0", "0", "4", "0"]
+
+
+def test_the_usage_of_two_projects_is_shown_apart(
+    api: Api, tenant: Tenant, accounts: AccountService, browser: Browsers
+) -> None:
+    other = replace(tenant, project=accounts.add_project(tenant.organisation, "pans").id)
+    other.ids = {"model": Api(api.client, api.services, other.key("member")).model()}
+    admin = accounts.add_user(tenant.organisation, "both@example.org").id
+    for amount, its in ((1234, tenant), (17, other)):
+        use(api, its, trained=amount)
+        accounts.set_role(admin, its.project, "admin")
+    page = browser(accounts.add_key(admin, tenant.project, SCOPES)[1]).get("usage").text
+    found = {project: trained for _, project, _, trained, *_ in rows(page, "Usage of 14 days")}
+    assert (found[tenant.project], found[other.project]) == ("1,234", "17")
 
 
 def test_an_admin_sees_the_usage_and_cost_of_each_run(
