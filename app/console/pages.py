@@ -57,7 +57,8 @@ def protect(response: Response) -> Response:
 def helpers() -> dict[str, Any]:
     """The functions that the templates call, and whether the page is a user's."""
     functions = {"csrf_token": login.csrf_token, "number": charts.number, "size": _size, "brief_id": _brief_id}
-    return {**functions, "day": _day, "logged_in": "caller" in g}
+    exact = {"count": "{:,}".format, "hundredths": "{:,.2f}".format}
+    return {**functions, **exact, "day": _day, "logged_in": "caller" in g}
 
 
 @blueprint.errorhandler(RequestError)

@@ -55,7 +55,7 @@ def test_a_key_sees_the_limits_of_its_project_and_their_use(
     tenant: Tenant, accounts: AccountService, browser: Browsers
 ) -> None:
     project = accounts.add_project(tenant.organisation, "limited").id
-    accounts.set_limits(project, {"live_models": 12, "storage_bytes": 5_000_000})
+    accounts.set_limits(project, {"live_models": 12, "storage_bytes": 5_000_000, "monthly_budget": 1234.56})
     user = accounts.add_user(tenant.organisation, "both@example.org").id
     for its in (project, tenant.project):
         accounts.set_role(user, its, "viewer")
@@ -63,6 +63,7 @@ def test_a_key_sees_the_limits_of_its_project_and_their_use(
     shown = {name: cells for name, *cells in rows(page, f"Limits of project {project}")}
     assert shown["live models"] == ["0", "12", "0", "–"]
     assert shown["storage bytes"][:2] == ["0 B", "5 MB"]
+    assert shown["monthly budget"][:2] == ["–", "1,234.56"]
     assert {"requests a second", "tokens a second", "live sessions", "checkpoint TTL in seconds"} <= shown.keys()
     assert shown["weight"][1] == "1" and shown["keep checkpoints"] == ["–"] * 4
 
@@ -74,11 +75,11 @@ def test_the_use_of_a_project_is_shown(tenant: Tenant, browser: Browsers) -> Non
 
 
 def test_an_admin_sees_the_usage_of_each_day_project_and_model(api: Api, tenant: Tenant, browser: Browsers) -> None:
-    use(api, tenant, trained=1234)
+    use(api, tenant, trained=5_242_880)
     page = browser(tenant.key("admin")).get("usage").text
     today = datetime.fromtimestamp(api.services.records.now(), UTC).date()
     (found,) = [cells for cells in rows(page, "Usage of 14 days") if cells[0] == str(today)]
-    assert found == [str(today), tenant.project, BASE, "1,234", "0", "0", "4", "0"]
+    assert found == [str(today), tenant.project, BASE, "5,242,880", "0", "0", "4", "0"]
 
 
 def test_the_usage_of_two_projects_is_shown_apart(
@@ -95,19 +96,19 @@ def test_the_usage_of_two_projects_is_shown_apart(
     assert (found[tenant.project], found[other.project]) == ("1,234", "17")
 
 
-def test_an_admin_sees_the_usage_and_cost_of_each_run(
+def test_an_admin_sees_the_exact_usage_and_cost_of_each_run(
     api: Api, tenant: Tenant, browser: Browsers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(api, tenant, trained=1234)
-    cells = [tenant.ids["model"], tenant.project, BASE, "1,234", "4", "0", "0", "10 B"]
+    use(api, tenant, trained=1_234_567)
+    cells = [tenant.ids["model"], tenant.project, BASE, "1,234,567", "4", "0", "0.00", "10 B"]
     logged_in = browser(tenant.key("admin"))
     assert cells in rows(logged_in.get("usage").text, "Runs of 14 days")
-    usage = replace(api.services.usage, prices_of=lambda base: Prices(training=10**6))
+    usage = replace(api.services.usage, prices_of=lambda base: Prices(training=1000))
     application = api.client.application
     monkeypatch.setitem(application.extensions, EXTENSION, replace(api.services, usage=usage))
     page = logged_in.get("usage").text
-    assert [*cells, "1,234"] in rows(page, "Runs of 14 days")
-    assert "Together 1,234 US dollars" in page
+    assert [*cells, "1,234.57"] in rows(page, "Runs of 14 days")
+    assert "Together 1,234.57 US dollars" in page
 
 
 def test_an_admin_sees_the_stored_checkpoints(api: Api, tenant: Tenant, browser: Browsers) -> None:
