@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import csv
 import io
-import logging
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-import redis
 from flask import Blueprint, Response, g, redirect, render_template, request, url_for
+from redis import RedisError
 from werkzeug.exceptions import HTTPException
 from werkzeug.wrappers import Response as AnyResponse
 
 from app.api.base import current_caller, needs, services
 from app.console import account, charts, login, playground, projects
+from app.console.failures import explain
 from app.domain.curves import Step, by_step, curves, steps
 from app.domain.progress import Progress
 from app.errors import BadRequest, NotFound, OpError, RequestError
 from app.ids import TinkerPath
 from app.services.views import Page
 
-log = logging.getLogger(__name__)
 blueprint = Blueprint("console", __name__, url_prefix="/console", template_folder="templates", static_folder="static")
 login.add(blueprint)
 account.add(blueprint)
@@ -62,22 +61,11 @@ def helpers() -> dict[str, Any]:
 
 
 @blueprint.errorhandler(RequestError)
-def refused(error: RequestError) -> tuple[str, int]:
-    """The page of a request that cannot be served."""
-    return _failed(str(error), error.status)
-
-
 @blueprint.errorhandler(OpError)
-def sample_failed(error: OpError) -> tuple[str, int]:
-    """The page of a sample that failed."""
-    return _failed(str(error), 400 if error.category == "user" else 500)
-
-
-@blueprint.errorhandler(redis.RedisError)
-def away(error: redis.RedisError) -> tuple[str, int]:
-    """The page while the state server is away."""
-    log.warning("the state server failed: %s", type(error).__name__)
-    return _failed("the state server does not answer or is full; try again soon", 503)
+@blueprint.errorhandler(RedisError)
+def refused(error: RequestError | OpError | RedisError) -> tuple[str, int]:
+    """The page of a request that cannot be served."""
+    return _failed(*explain(error))
 
 
 @blueprint.errorhandler(HTTPException)

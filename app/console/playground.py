@@ -10,10 +10,12 @@ from typing import Any
 
 from flask import Blueprint, render_template, request
 from marshmallow import ValidationError
+from redis import RedisError
 
 from app.api.base import current_caller, needs, services
 from app.api.chat.base import gone
 from app.api.chat.openai import ChatCompletion
+from app.console.failures import FAILURES, explain
 from app.errors import BadRequest
 
 _MOST_MODELS, _MOST_TOKENS = 2, 512
@@ -54,14 +56,26 @@ def add(blueprint: Blueprint) -> None:
 
 def _show() -> str:
     asked = request.args.get("model", "")
-    return _page({**_START, "models": [asked] if asked else []}, ())
+    return _page({**_START, "models": [asked] if asked else []}, _listed())
 
 
-def _play() -> str:
-    """Asks all models at once, and waits for their answers. Raises the errors of a chat, and BadRequest for a wrong
-    value in the form."""
+def _play() -> tuple[str, int]:
+    """The form with the answers, or with the message of what failed."""
     form = {name: request.form.get(name, "") for name in _START}
     models = list(dict.fromkeys(model for model in request.form.getlist("model") if model))
+    shown = {**form, "models": models}
+    try:
+        return _page(shown, _listed(), _sampled(form, models)), 200
+    except FAILURES as error:
+        message, status = explain(error)
+        # Nothing else keeps what the user wrote, so the form is shown in an outage too.
+        listed = () if isinstance(error, RedisError) else _listed()
+        return _page(shown, listed, message=message), status
+
+
+def _sampled(form: Mapping[str, str], models: Sequence[str]) -> Sequence[Answered]:
+    """Asks all models at once, and waits for their answers. Raises the errors of a chat, and BadRequest for a wrong
+    value in the form."""
     if not 1 <= len(models) <= _MOST_MODELS:
         raise BadRequest(f"{len(models)} models are chosen; choose one or two")
     bodies = [_body(form, model) for model in models]
@@ -71,15 +85,19 @@ def _play() -> str:
             answer = services().openai.chat(current_caller(), body, gone())
             open_answers.callback(answer.close)
             asked.append(answer)
-        found = [_answered(model, answer.whole()) for model, answer in zip(models, asked, strict=True)]
-    return _page({**form, "models": models}, found)
+        return [_answered(model, answer.whole()) for model, answer in zip(models, asked, strict=True)]
 
 
-def _page(form: Mapping[str, Any], answers: Sequence[Answered]) -> str:
-    models = [model["id"] for model in services().openai.models(current_caller())]
+def _listed() -> Sequence[str]:
+    """The models that the user can choose."""
+    return [model["id"] for model in services().openai.models(current_caller())]
+
+
+def _page(form: Mapping[str, Any], listed: Sequence[str], answers: Sequence[Answered] = (), message: str = "") -> str:
     # A published checkpoint of others is not in the list.
-    others = [model for model in form["models"] if model not in models]
-    return render_template("playground.html", form=form, models=[*others, *models], answers=answers)
+    others = [model for model in form["models"] if model not in listed]
+    models = [*others, *listed]
+    return render_template("playground.html", form=form, models=models, answers=answers, message=message)
 
 
 def _body(form: Mapping[str, str], model: str) -> Any:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from html import unescape
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import redis
 from flask import Flask
 from werkzeug.test import TestResponse
 
 from app.domain.results import Result
 from app.domain.sampling import SampledSequence, SampleOutput
+from app.errors import TooManyRequests, Unavailable
 from tests.unit.app.api.chat.standin import Standin
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, KEY, OTHER_KEY, Api
@@ -129,7 +132,35 @@ def test_a_wrong_form_is_refused_in_words_and_samples_nothing(
     form: dict[str, str | list[str]] = {**FORM, **change}
     answer = browser().post("playground", **form)
     assert answer.status_code == status and said in unescape(answer.text)
+    assert ">hi</textarea>" in answer.text
     assert served[1].seen == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (TooManyRequests("too many calls wait"), 429, "too many calls wait"),
+        (Unavailable("no sampler has room"), 503, "no sampler has room"),
+        (redis.ConnectionError(), 503, "the state server does not answer"),
+    ],
+)
+def test_the_form_is_shown_again_with_its_values_and_what_failed(
+    served: tuple[Api, Standin],
+    browser: Browsers,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    status: int,
+    said: str,
+) -> None:
+    logged_in, openai = browser(), served[0].services.openai
+    fail = Mock(side_effect=error)
+    monkeypatch.setattr(openai, "chat", fail)
+    if isinstance(error, redis.RedisError):
+        monkeypatch.setattr(openai, "models", fail)
+    answer = logged_in.post("playground", **{**FORM, "prompt": "of an hour", "system": "Be brief.", "seed": "7"})
+    assert answer.status_code == status and said in answer.text
+    assert ">of an hour</textarea>" in answer.text and ">Be brief.</textarea>" in answer.text
+    assert 'value="7"' in answer.text and f"<option selected>{BASE}</option>" in answer.text
 
 
 def test_a_model_of_others_is_not_sampled(served: tuple[Api, Standin], browser: Browsers) -> None:

@@ -1,0 +1,22 @@
+"""The errors that the console explains on a page, as a message and a status."""
+
+from __future__ import annotations
+
+import logging
+
+from redis import RedisError
+
+from app.errors import OpError, RequestError
+
+log = logging.getLogger(__name__)
+FAILURES = (RequestError, OpError, RedisError)
+
+
+def explain(error: RequestError | OpError | RedisError) -> tuple[str, int]:
+    """The message and the HTTP status of one of FAILURES."""
+    if isinstance(error, RequestError):
+        return str(error), error.status
+    if isinstance(error, OpError):
+        return str(error), 400 if error.category == "user" else 500
+    log.warning("the state server failed: %s", type(error).__name__)
+    return "the state server does not answer or is full; try again soon", 503
