@@ -5,16 +5,19 @@ TINSMITH_SCREENSHOTS=FOLDER also writes pictures of each page there.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import tinker
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from app.settings import hash_key
 from tests.contract.data import supervised, train
@@ -100,11 +103,39 @@ def newest_run(page: Page) -> Page:
     return page
 
 
-def await_reload(page: Page) -> None:
-    """Waits until htmx has loaded a part of the page again."""
-    with page.expect_response(lambda answer: answer.request.headers.get("hx-request") == "true"):
-        pass
-    page.wait_for_timeout(100)
+@contextlib.contextmanager
+def stopped_trainer(stack: Stack) -> Iterator[None]:
+    """The trainer stands still, so that calls wait. It goes on before its lease ends."""
+    assert stack.process is not None
+    children = psutil.Process(stack.process.pid).children(recursive=True)
+    trainer = [child for child in children if "trainer-" in " ".join(child.cmdline())]
+    assert trainer
+    for process in trainer:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in trainer:
+            process.send_signal(signal.SIGCONT)
+
+
+def scroll(table: Locator) -> int:
+    """Scrolls the table to its right end; returns how far that is."""
+    return int(table.evaluate("it => (it.scrollLeft = it.scrollWidth, it.scrollLeft)"))
+
+
+def scrolled(table: Locator) -> int:
+    return int(table.evaluate("it => it.scrollLeft"))
+
+
+def focused(page: Page) -> str:
+    return str(page.evaluate("document.activeElement.id"))
+
+
+def await_reload(table: Locator) -> None:
+    """Waits until the content of the table is a later one."""
+    table.evaluate("it => { it.firstElementChild.id = 'before' }")
+    expect(table.page.locator("#before")).to_have_count(0)
 
 
 def steps(page: Page) -> int:
@@ -180,14 +211,18 @@ def test_curves_grow_while_the_run_trains(opened: Opener, training: tinker.Train
     assert page.locator("svg path").first.get_attribute("d") != drawn
 
 
-def test_the_keyboard_alone_reaches_a_run_and_keeps_its_place_when_the_table_is_loaded_again(opened: Opener) -> None:
-    page = opened()
+def test_the_keyboard_alone_reaches_a_run_and_keeps_its_place_when_the_table_is_loaded_again(
+    opened: Opener, training: tinker.TrainingClient
+) -> None:
+    page, place = opened("phone"), f"run-{training.get_info().model_id}"
     for _ in range(20):
         page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.id") == "run-1":
+        if focused(page) == place:
             break
-    await_reload(page)
-    assert page.evaluate("document.activeElement.id") == "run-1"
+    table = page.get_by_role("region", name="Runs")
+    assert (far := scroll(table)) > 0
+    await_reload(table)
+    assert (focused(page), scrolled(table)) == (place, far)
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name="Curves")).to_be_visible()
 
@@ -196,8 +231,34 @@ def test_a_table_on_a_phone_stays_scrolled_when_it_is_loaded_again(opened: Opene
     page = opened("phone")
     page.locator("#runs").focus()
     page.evaluate("document.activeElement.scrollLeft = 60")
-    await_reload(page)
+    await_reload(page.locator("#runs"))
     assert page.evaluate("[document.activeElement.id, document.activeElement.scrollLeft]") == ["runs", 60]
+
+
+def test_waiting_calls_are_shown_with_their_position_and_reason(
+    opened: Opener, stack: Stack, training: tinker.TrainingClient
+) -> None:
+    page = opened("phone")
+    with stopped_trainer(stack):
+        asked = [training.forward(supervised(), "cross_entropy") for _ in range(6)]
+        page.get_by_role("link", name="Queue", exact=True).click()
+        calls, workers = (page.get_by_role("region", name=name) for name in ("Your waiting calls", "Workers"))
+        expect(calls.locator("tbody tr")).to_have_count(6)
+        assert calls.locator("td:nth-child(4)").all_inner_texts() == ["1", "2", "3", "4", "5", "6"]
+        reasons = calls.locator("td:last-child").all_inner_texts()
+        assert reasons[0] == "it runs now, or starts next"
+        assert reasons[1].startswith("1 call runs before it") and reasons[5].startswith("about 5 calls run before it")
+        link = workers.get_by_role("link").last
+        link.focus()
+        before = (focused(page), scroll(calls), scroll(workers))
+        assert before[0] and before[1] > 0 and before[2] > 0
+        await_reload(workers)
+        assert (focused(page), scrolled(calls), scrolled(workers)) == before
+        _check(page, "waiting", "phone", "light")
+        page.emulate_media(color_scheme="dark")
+        _check(page, "waiting", "phone", "dark")
+    assert len([call.result() for call in asked]) == 6
+    expect(page.get_by_text("No call waits.")).to_be_visible()
 
 
 def test_a_checkpoint_is_published_and_deleted_with_a_second_press(
@@ -249,6 +310,8 @@ def test_the_curves_are_downloaded(opened: Opener, tmp_path: Path) -> None:
 
 def _check(page: Page, name: str, size: str, scheme: str) -> None:
     """axe finds nothing wrong, and the page is no wider than the screen."""
+    # A click does not wait for the style sheet.
+    page.wait_for_load_state()
     if folder := os.environ.get("TINSMITH_SCREENSHOTS"):
         page.screenshot(path=Path(folder) / f"{name}-{size}-{scheme}.png", full_page=True)
     found = Axe().run(page, options=RULES)

@@ -20,8 +20,10 @@ from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import OwnedElsewhere
 from tests.unit.app.api.test_archives import stored
 from tests.unit.app.api.test_models import save_checkpoint
-from tests.unit.app.conftest import OTHER_KEY, Api, batch
+from tests.unit.app.api.test_queue import set_worker
+from tests.unit.app.conftest import BASE, OTHER_KEY, Api, batch
 from tests.unit.app.console.conftest import FORMS, Browser
+from tests.unit.app.console.test_account import rows
 from tests.unit.app.tenant import make_tenant
 
 
@@ -167,13 +169,23 @@ def test_a_checkpoint_is_deleted_only_after_a_second_press(api: Api, browser: Ca
     assert listed(api) == []
 
 
-def test_waiting_calls_are_shown_with_their_reason(api: Api, browser: Callable[..., Browser]) -> None:
+def test_waiting_calls_are_shown_with_their_position_start_and_reason(
+    api: Api, browser: Callable[..., Browser]
+) -> None:
+    set_worker(api, "trainer", f"train.{BASE}", pace_s=3.0)
     model = api.model()
-    api.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+    for seq in (1, 2, 3):
+        api.post("optim_step", {"model_id": model, "seq_id": seq, "adam_params": {}})
     page = browser().get("queue").text
-    (call,) = cast(Any, api.get("queue").json)["calls"]
-    assert "optim_step" in page and call["reason"] in unescape(page)
-    assert "trainer-0" in page
+    shown = [
+        (kind, state, place, start, why) for _, kind, state, place, start, _, why in rows(page, "Your waiting calls")
+    ]
+    assert shown == [
+        ("optim_step", "waiting", "1", "0 s", "it runs now, or starts next"),
+        ("optim_step", "waiting", "2", "3 s", "1 call runs before it, for about 3 s"),
+        ("optim_step", "waiting", "3", "6 s", "about 2 calls run before it, for about 6 s"),
+    ]
+    assert [cells[0] for cells in rows(page, "Workers")] == ["sampler-0", "trainer-0"]
 
 
 def test_the_worker_that_holds_a_run_is_shown_beside_it_and_only_to_those_who_see_the_run(
