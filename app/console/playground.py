@@ -32,6 +32,11 @@ class Token:
     probability: str
     shade: int
 
+    @property
+    def quoted(self) -> str:
+        """The text in quotes, so that spaces and line ends are seen."""
+        return repr(self.text)
+
 
 @dataclass(frozen=True, slots=True)
 class Answered:

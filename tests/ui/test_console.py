@@ -289,7 +289,13 @@ def test_an_adapter_is_sampled_beside_its_base_model(
     page.get_by_role("button", name="Sample").click()
     expect(page.locator(".answer.tokens")).to_have_count(2)
     expect(page.locator(".answer.tokens").first).to_be_in_viewport()
-    assert page.locator(".answer.tokens span").count() > 2
+    tokens = page.locator(".answer.tokens span")
+    assert tokens.count() > 2
+    unlikely = page.locator(".answer.tokens .shade0").first
+    assert unlikely.evaluate("it => getComputedStyle(it).backgroundColor") != "rgba(0, 0, 0, 0)"
+    for summary in page.locator("summary").all():
+        summary.click()
+    expect(page.locator("details tbody tr:visible")).to_have_count(tokens.count())
     _check(page, "playground", size, scheme)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from html import unescape
+from typing import Any, cast
 from unittest.mock import Mock
 
 import numpy as np
@@ -13,13 +14,16 @@ import redis
 from flask import Flask
 from werkzeug.test import TestResponse
 
+from app.domain.limits import Limits
 from app.domain.results import Result
 from app.domain.sampling import SampledSequence, SampleOutput
 from app.errors import TooManyRequests, Unavailable
+from app.stores.objects.captures import ROOT
 from tests.unit.app.api.chat.standin import Standin
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, KEY, OTHER_KEY, Api
 from tests.unit.app.console.conftest import Browser
+from tests.unit.app.console.test_account import rows
 
 Browsers = Callable[..., Browser]
 FORM = {"model": BASE, "prompt": "hi", "system": "", "temperature": "0.5", "max_tokens": "20", "seed": ""}
@@ -60,6 +64,17 @@ def test_a_chat_is_answered_with_the_probability_of_each_token(
     likely(served[1], "ab<", [0.9, 0.05, 0.5])
     (found,) = tokens(browser().post("playground", **FORM))
     assert found == [("4", "90.0%", "a"), ("1", "5.0%", "b"), ("3", "50.0%", "&lt;")]
+
+
+def test_each_token_stands_with_its_probability_in_a_table(served: tuple[Api, Standin], browser: Browsers) -> None:
+    likely(served[1], "a <\n", [0.9, 0.05, 0.5, 1.0])
+    page = browser().post("playground", **FORM).text
+    assert [(unescape(token), probability) for token, probability in rows(page, f"Tokens of {BASE}")] == [
+        ("<code>'a'</code>", "90.0%"),
+        ("<code>' '</code>", "5.0%"),
+        ("<code>'<'</code>", "50.0%"),
+        (r"<code>'\n'</code>", "100.0%"),
+    ]
 
 
 def test_a_character_of_several_tokens_is_shown_whole(
@@ -161,6 +176,20 @@ def test_the_form_is_shown_again_with_its_values_and_what_failed(
     assert answer.status_code == status and said in answer.text
     assert ">of an hour</textarea>" in answer.text and ">Be brief.</textarea>" in answer.text
     assert 'value="7"' in answer.text and f"<option selected>{BASE}</option>" in answer.text
+
+
+def test_answers_are_kept_like_those_of_other_clients(
+    served: tuple[Api, Standin], browser: Browsers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, standin = served
+    limits, objects = api.services.captures._limits, api.services.objects
+    monkeypatch.setattr(limits, "_default", Limits(capture_days=7))
+    monkeypatch.setattr(limits, "_found", {})
+    standin.says("x")
+    browser().post("playground", **FORM)
+    (kept,) = cast(Any, api.get("captures").json)["captures"]
+    objects.delete(objects.list(f"{ROOT}/"))
+    assert (kept["model"], len(kept["datums"])) == (BASE, 1)
 
 
 def test_a_model_of_others_is_not_sampled(served: tuple[Api, Standin], browser: Browsers) -> None:
