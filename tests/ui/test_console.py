@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import signal
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -261,13 +262,21 @@ def test_waiting_calls_are_shown_with_their_position_and_reason(
     expect(page.get_by_text("No call waits.")).to_be_visible()
 
 
-def test_a_checkpoint_is_published_and_deleted_with_a_second_press(
-    opened: Opener, training: tinker.TrainingClient
+def test_a_checkpoint_is_published_expires_is_downloaded_and_deleted_with_a_second_press(
+    opened: Opener, training: tinker.TrainingClient, tmp_path: Path
 ) -> None:
     path = training.save_state("mine").result().path
     page = newest_run(opened())
     page.get_by_role("button", name=f"Publish: {path}").click()
     expect(page.get_by_role("button", name=f"Make private: {path}")).to_be_visible()
+    page.get_by_role("button", name=f"Expire in 7 days: {path}").click()
+    page.get_by_role("button", name=f"Keep for ever: {path}").click()
+    expect(page.get_by_role("button", name=f"Expire in 7 days: {path}")).to_be_visible()
+    with page.expect_download() as download:
+        page.get_by_role("link", name=f"Download: {path}").click()
+    download.value.save_as(tmp_path / "mine.tar")
+    with tarfile.open(tmp_path / "mine.tar") as archive:
+        assert any(name.endswith(".safetensors") for name in archive.getnames())
     page.get_by_role("button", name=f"Delete …: {path}").click()
     page.get_by_role("button", name="Delete").click()
     expect(page.get_by_role("heading", name="Checkpoints")).to_be_visible()
