@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import tarfile
@@ -21,7 +22,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 from app.settings import hash_key
-from tests.contract.data import supervised, train
+from tests.contract.data import ADAM, policy, supervised, train
 from tests.contract.stack import API_KEY, BASE, Stack, running
 from tests.models import tiny_qwen3
 from tests.servers import free_port
@@ -43,12 +44,17 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture(scope="module")
 def training(stack: Stack) -> Iterator[tinker.TrainingClient]:
-    """A run with some steps and a checkpoint; another one beside it."""
+    """A run with 20 steps, two steps of a policy, a metric of its client and a checkpoint; another one beside it."""
     with stack.client() as service:
         other = service.create_lora_training_client(base_model=BASE, rank=4, seed=1).result()
         train(other, 12, supervised(seed=5))
         client = service.create_lora_training_client(base_model=BASE, rank=8, seed=2).result()
         train(client, 20)
+        for _ in range(2):
+            client.forward_backward(policy(), "importance_sampling").result()
+            client.optim_step(ADAM).result()
+        run = client.get_info().model_id
+        client.get_telemetry().log("metrics", {"model_id": run, "step": 22, "metrics": {"reward": 0.75}})
         client.save_state("first").result()
         yield client
 
@@ -260,6 +266,14 @@ def test_waiting_calls_are_shown_with_their_position_and_reason(
         _check(page, "waiting", "phone", "dark")
     assert len([call.result() for call in asked]) == 6
     expect(page.get_by_text("No call waits.")).to_be_visible()
+
+
+def test_values_of_a_policy_and_of_the_client_have_their_curves(opened: Opener) -> None:
+    page = newest_run(opened())
+    kl, reward = (page.get_by_label(f"{name}: ") for name in ("kl:sum", "client/reward"))
+    expect(kl).to_have_attribute("aria-label", re.compile(" at step 21 to .+ at step 22$"))
+    # The SDK sends a client's values every ten seconds.
+    expect(reward).to_have_attribute("aria-label", re.compile(" to 0.75 at step 22$"), timeout=15_000)
 
 
 def test_a_checkpoint_is_published_expires_is_downloaded_and_deleted_with_a_second_press(
