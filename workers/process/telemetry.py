@@ -167,14 +167,6 @@ def op_abandoned(request_id: str, why: str) -> None:
         _op_traces.abandoned(request_id, why)
 
 
-def op_failed(request_id: str, kind: str) -> None:
-    """An Op failed without a result of an attempt here: nothing can run it any more."""
-    if _task_events and kind in KINDS:
-        _task_events.ended(request_id, failed=True)
-    if _op_traces:
-        _op_traces.abandoned(request_id, "nothing can run the call")
-
-
 def op_revoked(request_id: str) -> None:
     """A call ended elsewhere without a result of a run: it was cancelled, or its model or session has ended."""
     if _task_events:

@@ -19,7 +19,7 @@ from app.domain import ops
 from app.domain.results import Result
 from app.errors import Fenced, Gone, NewerContent, NotFound, Requeue, ServerOpError, Unavailable
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.types import Entry, NextOp, OwnedElsewhere
+from app.stores.redis.types import Entry, Lease, NextOp, OwnedElsewhere
 from workers.process import telemetry
 from workers.train.committer import BackgroundSaves, Committer, StartedOp
 from workers.train.owner import MAX_ATTEMPTS, Broken, Exhausted, OpResult, Owner, Resident, Unrestorable
@@ -109,10 +109,8 @@ class TrainingRunner:
             except Unrestorable as lost:
                 return self._fail_through(lost, seq)
             except Exhausted as spent:
-                failure = _given_up(spent.entry)
-                self._oplog.commit(spent.lease, spent.entry.seq, failure.result, (), failure.failure)
+                self._fail(spent.lease, spent.entry, _given_up(spent.entry))
                 telemetry.GIVEN_UP.labels(spent.entry.kind).inc()
-                telemetry.op_failed(spent.entry.request_id, spent.entry.kind)
                 if seq > spent.entry.seq:
                     continue
                 return self._oplog.outcome(request_id)
@@ -200,10 +198,15 @@ class TrainingRunner:
             if entry.attempts + 1 < MAX_ATTEMPTS and not lost.at_once:
                 self._oplog.strike(lost.lease, at)
                 raise Requeue(str(lost))
-            failure = OpResult.failed(entry, ServerOpError(str(lost)))
-            self._oplog.commit(lost.lease, at, failure.result, (), failure.failure)
-            telemetry.op_failed(entry.request_id, entry.kind)
+            self._fail(lost.lease, entry, str(lost))
         return self._oplog.outcome(ids.request_id(lost.lease.model_id, seq))
+
+    def _fail(self, lease: Lease, entry: Entry, why: str) -> None:
+        """Commits the failure of an Op that is not run here."""
+        started = time.monotonic()
+        failure = OpResult.failed(entry, ServerOpError(why))
+        self._oplog.commit(lease, entry.seq, failure.result, (), failure.failure)
+        telemetry.op_done(entry, failed=True, run_s=0.0, commit_s=time.monotonic() - started)
 
     def _leave_to_newer(self, request_id: str, model_id: str, kind: str, newer: NewerContent) -> Result | None:
         """Releases a model that only a newer worker can continue; the redispatch task then dispatches it.
@@ -239,6 +242,5 @@ class TrainingRunner:
         return Requeue(why)
 
 
-def _given_up(entry: Entry) -> OpResult:
-    text = f"{entry.kind} seq {entry.seq} could not be run in {MAX_ATTEMPTS} attempts and was given up"
-    return OpResult.failed(entry, ServerOpError(text))
+def _given_up(entry: Entry) -> str:
+    return f"{entry.kind} seq {entry.seq} could not be run in {MAX_ATTEMPTS} attempts and was given up"

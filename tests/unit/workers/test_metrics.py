@@ -19,9 +19,10 @@ from tests.unit.workers.conftest import MODEL, World, await_true, step
 from tests.unit.workers.sample.test_adapters import Make, RecordingBackend, make, store
 from tests.unit.workers.sample.test_admission import BATCH, Engine
 from tests.unit.workers.sample.test_runner import REQUEST, SESSION, admit, backend, runner
+from tests.unit.workers.train.test_runner_faults import kill_by_restore, replay_due
 from workers.backends.sampling.base import RequestHandle, SamplerBackend
 
-__all__ = ["backend", "make", "store"]
+__all__ = ["backend", "make", "replay_due", "store"]
 
 
 @pytest.fixture
@@ -50,19 +51,42 @@ def test_an_op_that_ends_counts_the_attempts_that_killed_its_workers(world: Worl
     assert value("lost_attempts_total", kind="create_model") == before + 2
 
 
-def test_an_op_that_is_given_up_is_counted_once(world: World):
-    before = value("given_up_ops_total", kind="create_model")
+def failures(kind: str) -> tuple[float, float, float]:
+    """The Ops that were given up, all that failed, and the attempts that all of them lost."""
+    return (
+        value("given_up_ops_total", kind=kind),
+        value("ops_total", kind=kind, state="failed"),
+        value("lost_attempts_total", kind=kind),
+    )
+
+
+def more(kind: str, before: tuple[float, float, float]) -> list[float]:
+    return [new - old for new, old in zip(failures(kind), before, strict=True)]
+
+
+def test_an_op_that_is_given_up_is_counted_once_with_all_its_attempts(world: World):
+    before = failures("create_model")
     die(world, 0, 3)
     worker = world.worker("a/1")
     with pytest.raises(Requeue):  # the last of these workers may only be cut off
         worker.handle(0, "create_model")
     world.outlast(f"{MODEL}:0")
     assert [worker.handle(0, "create_model").failed for _ in range(2)] == [True, True]
-    assert value("given_up_ops_total", kind="create_model") == before + 1
+    assert more("create_model", before) == [1, 1, 3]
 
 
-def test_a_sample_that_is_given_up_is_counted_once(world: World, backend: SamplerBackend):
-    before = value("given_up_ops_total", kind="sample")
+def test_ops_of_a_model_that_cannot_be_restored_are_counted_as_failed(replay_due: World):
+    for seq in (3, 4):
+        replay_due.admit(seq, step()[0])
+    before = {kind: failures(kind) for kind in ("optim_step", "forward_backward")}
+    kill_by_restore(replay_due)
+    assert replay_due.worker("b/4").handle(4).failed
+    assert more("optim_step", before["optim_step"]) == [1, 1, 3], "the workers died before it"
+    assert more("forward_backward", before["forward_backward"]) == [0, 2, 0]
+
+
+def test_a_sample_that_is_given_up_is_counted_once_with_all_its_attempts(world: World, backend: SamplerBackend):
+    before = failures("sample")
     request = admit(world, 0)
     for number in range(3):
         world.oplog.claim_sample(request, f"dead/{number}")
@@ -72,7 +96,7 @@ def test_a_sample_that_is_given_up_is_counted_once(world: World, backend: Sample
         successor.handle(request, SESSION, "sample")
     world.outlast(request)
     assert successor.handle(request, SESSION, "sample").failed
-    assert value("given_up_ops_total", kind="sample") == before + 1
+    assert more("sample", before) == [1, 1, 3]
 
 
 def test_a_restore_counts_once_with_each_op_that_it_runs_again(world: World):

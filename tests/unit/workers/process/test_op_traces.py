@@ -103,7 +103,7 @@ def test_a_call_that_is_cancelled_while_it_runs_ends_its_run(world: World, trace
     entry = world.oplog.entry(MODEL, 1)
     assert entry is not None
     telemetry.op_started(entry, "me")
-    telemetry.op_failed(entry.request_id, entry.kind)
+    telemetry.op_abandoned(entry.request_id, "the call was cancelled")
     assert [(span.name, span.status.status_code) for span in traces.spans()] == [
         ("queue", StatusCode.UNSET),
         ("run", StatusCode.ERROR),
