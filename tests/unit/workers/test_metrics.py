@@ -1,28 +1,34 @@
-"""Work moves the metrics of a worker: attempts, restores, snapshots, leases, tokens, adapters and the batch."""
+"""Work moves the metrics of a worker: stages, attempts, restores, snapshots, leases, tokens, adapters, the batch."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
 
 from app.domain.checkpoints import MANIFEST
+from app.domain.ops import SaveWeights
 from app.errors import Requeue
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from tests.unit.workers.checkpoints.test_snapshots import WITHIN_S, Shaky, local, train, waits_for_upload
-from tests.unit.workers.conftest import MODEL, World, await_true, step
+from tests.unit.workers.conftest import MODEL, World, await_true, batch, step
 from tests.unit.workers.sample.test_adapters import Make, RecordingBackend, make, store
 from tests.unit.workers.sample.test_admission import BATCH, Engine
 from tests.unit.workers.sample.test_runner import REQUEST, SESSION, admit, backend, runner
 from tests.unit.workers.train.test_runner_faults import kill_by_restore, replay_due
+from tests.unit.workers.train.test_scheduler import MERGED, A, B, handle, worker_of
+from tests.unit.workers.train.test_scheduler import admit as admit_op
 from workers.backends.sampling.base import RequestHandle, SamplerBackend
 
 __all__ = ["backend", "make", "replay_due", "store"]
+STAGES = ("wait", "run", "write", "commit")
 
 
 @pytest.fixture
@@ -41,6 +47,80 @@ def die(world: World, seq: int, times: int) -> None:
         lease = world.oplog.acquire(MODEL, worker.parts.worker)
         world.oplog.next(lease, seq)
         world.client.delete(keys.lease(MODEL))
+
+
+def stages(kind: str) -> dict[str, float]:
+    """How often a stage of such an Op was measured, by stage."""
+    return {stage: value("op_stage_seconds_count", kind=kind, stage=stage) for stage in STAGES}
+
+
+def risen(kind: str, before: dict[str, float]) -> list[str]:
+    """The stages, each as often as it was measured since."""
+    return [stage for stage, count in stages(kind).items() for _ in range(int(count - before[stage]))]
+
+
+def test_an_op_counts_once_in_each_of_its_stages_and_by_its_state(world: World):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    gradient, save = step()[0], SaveWeights("weights", "kept")
+    for seq, op in enumerate([gradient, save, save], 1):
+        world.admit(seq, op)
+    before = {op.kind: stages(op.kind) for op in (gradient, save)}
+    ended = {state: value("ops_total", kind=save.kind, state=state) for state in ("done", "failed")}
+    for _ in range(2):
+        assert not worker.handle(1).failed
+    assert risen(gradient.kind, before[gradient.kind]) == ["wait", "run", "commit"]
+    assert not worker.handle(2, save.kind).failed
+    assert risen(save.kind, before[save.kind]) == ["wait", "run", "write", "commit"]
+    assert worker.handle(3, save.kind).failed, "its name is taken"
+    assert {state: value("ops_total", kind=save.kind, state=state) - ended[state] for state in ended} == {
+        "done": 1,
+        "failed": 1,
+    }
+
+
+def test_a_batch_counts_its_tokens_as_trained(world: World):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    world.admit(1, step()[0])
+    before = value("tokens_total", use="trained")
+    worker.handle(1)
+    assert value("tokens_total", use="trained") == before + len(batch().tokens.values)
+
+
+def test_models_that_share_a_pass_count_together(world: World):
+    worker = worker_of(world, "a/1", merged_tokens=MERGED)
+    for model_id in (A, B):
+        admit_op(world, model_id, 1, step()[0])
+    before = value("pass_ops_count"), value("pass_ops_sum")
+    handle(worker, A, 1)
+    assert (value("pass_ops_count"), value("pass_ops_sum")) == (before[0] + 1, before[1] + 2)
+
+
+def test_a_model_counts_while_its_worker_owns_it(world: World):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    assert value("resident_models") == 1
+    worker.owner.evict(MODEL)
+    assert value("resident_models") == 0
+
+
+def test_a_commit_counts_as_refused_where_another_worker_has_the_model(world: World, monkeypatch: pytest.MonkeyPatch):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    world.admit(1, step()[0])
+    before, apply = value("refused_commits_total"), worker.backend.apply
+
+    def overtaken(ops: Mapping[str, Any]) -> Any:
+        world.client.delete(keys.lease(MODEL))
+        world.oplog.acquire(MODEL, "b/1")
+        return apply(ops)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.backend, "apply", overtaken)
+        with pytest.raises(Requeue):
+            worker.handle(1)
+    assert value("refused_commits_total") == before + 1
 
 
 def test_an_op_that_ends_counts_the_attempts_that_killed_its_workers(world: World):

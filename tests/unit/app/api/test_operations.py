@@ -61,6 +61,17 @@ def test_where_asked_waiting_work_is_counted_by_project(
     }
 
 
+def test_the_age_of_a_queue_is_that_of_its_oldest_entry(api: Api) -> None:
+    queue = ("tinsmith_queue_age_seconds", frozenset({("queue", f"train.{BASE}")}))
+    models = [api.model() for _ in range(3)]
+    for model in models:
+        api.forward_backward(batch(model, 1))
+    assert 0 <= samples(api)[queue] < 600
+    with connect(api.services.settings.redis.url) as client:
+        client.zincrby("tinsmith:pending", -1_000_000, models[1])
+    assert 1000 <= samples(api)[queue] < 1600
+
+
 def backlog(api: Api, role: str) -> float:
     return samples(api)["tinsmith_backlog", frozenset({("base_model", BASE), ("role", role)})]
 
