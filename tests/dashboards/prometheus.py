@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,19 +24,28 @@ STEP_S = 1
 
 
 @dataclass(frozen=True)
+class Series:
+    """The labels of a series, and its values without NaN (0 / 0) and infinities."""
+
+    labels: Mapping[str, str]
+    values: Sequence[float]
+
+
+@dataclass(frozen=True)
 class Prometheus:
     url: str
     started: float
 
-    def series(self, query: str) -> list[dict[str, Any]]:
-        """The series of a query from the start until now. Raises AssertionError for a query that is not valid."""
+    def series(self, query: str) -> list[Series]:
+        """The series of a query from the start until now that have a finite value. Raises AssertionError for a query
+        that is not valid."""
         asked = {"query": query, "start": self.started, "end": time.time(), "step": STEP_S}
         try:
             answer = self._get("/api/v1/query_range", asked)
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{query}: {error.read().decode()}") from error
-        found: list[dict[str, Any]] = answer["data"]["result"]
-        return found
+        found = [Series(one["metric"], _finite(one["values"])) for one in answer["data"]["result"]]
+        return [one for one in found if one.values]
 
     def scrape_all(self, count: int) -> None:
         """Waits until so many targets have answered after this call. Raises AssertionError after a minute."""
@@ -56,6 +66,10 @@ class Prometheus:
     def _get(self, path: str, asked: dict[str, Any]) -> Any:
         with urllib.request.urlopen(f"{self.url}{path}?{urllib.parse.urlencode(asked)}", timeout=60) as answer:
             return json.load(answer)
+
+
+def _finite(points: Sequence[tuple[float, str]]) -> list[float]:
+    return [value for _, text in points if math.isfinite(value := float(text))]
 
 
 @contextlib.contextmanager
