@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 import redis
 import tinker
 
+from app import cli
 from app.domain.limits import Limits
 from app.domain.records import Sampler
 from app.domain.sampling import SampledSequence, SampleRequest
@@ -104,6 +106,32 @@ def test_nothing_is_kept_unless_the_project_asks(openai: OpenAi, capture_days: C
     openai.completion()
     capture_days(7)
     assert captures(openai) == []
+
+
+def test_a_project_has_days_of_its_own(openai: OpenAi, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = openai.api.services.settings
+
+    def admin(*arguments: str) -> str:
+        servers = ("--data-dir", str(settings.data_dir), "--redis", settings.redis.url)
+        assert cli.main(["admin", *arguments, *servers]) == 0
+        return capsys.readouterr().out.strip()
+
+    keys = []
+    for days in ("3", "none"):
+        organisation = admin("org", "create", "Tinkers")
+        project = admin("project", "create", "kettles", "--org", organisation)
+        user = admin("user", "create", "jo@example.org", "--org", organisation)
+        admin("user", "role", user, project, "member")
+        assert admin("limits", "set", project, "--capture-days", days) == f"capture_days={days}"
+        keys.append(admin("key", "create", "--user", user))
+    keeping, other = (replace(openai, key=key) for key in keys)
+    for caller in (keeping, other):
+        caller.completion()
+    assert (len(captures(keeping)), len(captures(other))) == (1, 0)
+    expire(keeping, 2.9)
+    assert len(captures(keeping)) == 1
+    expire(keeping, 4.1)
+    assert captures(keeping) == []
 
 
 @pytest.mark.usefixtures("capture_days")
