@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import openai
@@ -14,13 +15,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.contract.data import datum, train
 from tests.contract.stack import API_KEY, BASE, Stack
+from tests.contract.test_anthropic import ASK, SYSTEM, TOOL, caller_of_tools
 
+__all__ = ["caller_of_tools"]
 PROMPT = "The village tinsmith"
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Grüße & <b>?"}]
 # On busy cores the broker once got no CPU for 1.9 s: a complete stream may then arrive in one piece.
 # With three busy loops on two cores 6 of 10 did; beside the rest of the suite, once, 10 of 10 in 12 s.
 _STREAMS = 40
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 WEATHER = {
     "type": "json_schema",
     "json_schema": {
@@ -201,10 +203,30 @@ def test_an_answer_is_a_datum_to_train_on(client: openai.OpenAI, service: tinker
     assert training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
 
 
-def test_one_tool_call_at_a_time_may_be_asked_for(client: openai.OpenAI):
-    asked = {**GREEDY, "messages": MESSAGES, "tools": [TOOL]}
-    for parallel in (True, False):
-        assert client.chat.completions.create(parallel_tool_calls=parallel, **asked).choices
+@pytest.mark.parametrize("stack", ["deepspeed-1-transformers"], indirect=True)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_tuned_model_calls_the_tool_that_it_is_given(
+    client: openai.OpenAI, caller_of_tools: dict[str, Any], parallel: bool
+):
+    described = {"name": TOOL["name"], "description": TOOL["description"], "parameters": TOOL["input_schema"]}
+    asked = {
+        **GREEDY,
+        "model": caller_of_tools["model"],
+        "max_tokens": 100,
+        "messages": [{"role": "system", "content": SYSTEM}, *ASK],
+        "tools": [{"type": "function", "function": described}],
+        "parallel_tool_calls": parallel,
+    }
+    (choice,) = client.chat.completions.create(**asked).choices
+    assert (choice.message.content, choice.finish_reason) == ("Yes.", "tool_calls")
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"town": "Ulm"})
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **asked)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == choice.message.content
+    assert chunks[-1].finish_reason == choice.finish_reason
+    parts = [part.function for chunk in chunks for part in chunk.delta.tool_calls or []]
+    assert "".join(part.name or "" for part in parts) == call.function.name
+    assert "".join(part.arguments or "" for part in parts) == call.function.arguments
 
 
 def test_errors_are_those_of_openais_client(client: openai.OpenAI, trained: tuple[str, tinker.SamplingClient]):
