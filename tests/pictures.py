@@ -44,15 +44,15 @@ FAMILIES: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def tiny_reader(family: str, folder: Path, **text: Any) -> Path:
-    """Saves a random fp32 model of the family and its image processor in `folder`; `text` overrides fields of its
-    language model."""
+def tiny_reader(family: str, folder: Path, placeholder: int = PLACEHOLDER, **text: Any) -> Path:
+    """Saves a random fp32 model of the family and its image processor in `folder`. `placeholder` is the token of an
+    image, and `text` overrides fields of the language model."""
     name, rope, tower = FAMILIES[family]
     own = next(fields["text_config"] for case, fields in CASES.values() if case == name)
     config = getattr(transformers, f"{name}Config")(
         text_config={**SHAPE, **own, "rope_parameters": rope, **text},
         vision_config=tower,
-        image_token_id=PLACEHOLDER,
+        image_token_id=placeholder,
         video_token_id=PLACEHOLDER + 1,
         vision_start_token_id=PLACEHOLDER + 2,
         vision_end_token_id=PLACEHOLDER + 3,

@@ -26,13 +26,19 @@ BASE, PICTURES = "Qwen/Qwen3.5-397B-A17B", "dpdl-benchmark/caltech101"
 STEPS = 6
 _SHORTER = {"max_steps": STEPS, "batch_size": 8, "n_eval": 4, "max_tokens": 8}
 _COLOURS = {"red_metal": (200, 40, 30), "blue-steel": (30, 60, 190)}
-_TOKENS = ("<think>", "</think>", "<|vision_start|>", "<|vision_end|>")
+_TOKENS = ("<think>", "</think>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+_TEMPLATE = (
+    "{% for message in messages %}{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% else %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endfor %}"
+)
 
 
 def serving(folder: Path) -> Stack:
     """A stack, not started, that serves a tiny model of the default's family."""
     tokenizer = byte_tokenizer(*_TOKENS)
-    base = tiny_reader("qwen3.5-moe", folder / "base", eos_token_id=tokenizer.convert_tokens_to_ids(EOS_TOKEN))
+    tokenizer.chat_template = _TEMPLATE
+    end, placeholder = tokenizer.convert_tokens_to_ids([EOS_TOKEN, "<|image_pad|>"])
+    base = tiny_reader("qwen3.5-moe", folder / "base", placeholder, eos_token_id=end)
     tokenizer.save_pretrained(base)
     trainer, sampler, program = 'backend = "torch"', 'backend = "transformers"', "tests.warm_workers"
     return Stack(folder / "data", base, free_port(), trainer, sampler, program=program, threads=1, name=BASE)
