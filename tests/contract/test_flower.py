@@ -87,6 +87,7 @@ def test_every_future_is_a_task_with_its_project_model_state_and_runtime(flower:
     assert all(task["runtime"] > 0 for task in tasks if task["state"] == "SUCCESS")
     shown = {"project": project_of(sha256(API_KEY.encode()).hexdigest()), "model_id": training.model_id}
     assert {task["kwargs"] for task in tasks} == {repr(shown)}
+    assert {task["retries"] for task in tasks} == {0}
     assert all(task["sent"] <= task["received"] <= task["started"] for task in tasks)
 
 
