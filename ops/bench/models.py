@@ -11,7 +11,10 @@ from app.demo import model
 from app.settings import BaseModelSettings, SamplerSettings
 
 _TINY_BUILDER = Path(__file__).parents[2] / "tests" / "models.py"
-_BUILD = "import pathlib, runpy, sys; runpy.run_path(sys.argv[1])['tiny_qwen3'](pathlib.Path(sys.argv[2]))"
+_BUILD = (
+    "import pathlib, runpy, sys; "
+    "runpy.run_path(sys.argv[1])['tiny_qwen3'](pathlib.Path(sys.argv[2]), vocab_size=int(sys.argv[3]))"
+)
 # Kept between runs: converting takes 25 s.
 _KEPT = Path("data/bench/models")
 _SAMPLER = SamplerSettings(backend="transformers")
@@ -23,12 +26,12 @@ def write_tokenizer(folder: Path) -> None:
     runpy.run_path(str(_TINY_BUILDER))["byte_tokenizer"]().save_pretrained(folder)
 
 
-def tiny(folder: Path) -> BaseModelSettings:
+def tiny(folder: Path, vocab_size: int = TINY_VOCAB_SIZE) -> BaseModelSettings:
     """The tests' random Qwen3, fp32: a step of it has almost no compute.
 
     A separate process makes it, so that torch's threads are not in the process that measures.
     """
-    command = [sys.executable, "-c", _BUILD, str(_TINY_BUILDER), str(folder)]
+    command = [sys.executable, "-c", _BUILD, str(_TINY_BUILDER), str(folder), str(vocab_size)]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
     return BaseModelSettings(name="bench/tiny-qwen3", path=str(folder), dtype="float32", sampler=_SAMPLER)
 
