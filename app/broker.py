@@ -1,21 +1,46 @@
-"""kombu's Redis transport, whose event loop never waits for a message on the connection of broadcasts.
+"""kombu's Redis transport, which keeps no list of messages in hand at the broker, and never waits for broadcasts.
 
-kombu reads this connection, which carries the commands of Flower and `celery inspect`, when data or its end has
-arrived. With a retry, redis-py would answer its end with a new connection and wait there for a message, for ever: the
-worker would get no more tasks (redis-py 8.1, `PubSub.parse_response`). Without one, kombu sees the error and connects
-again.
+**Messages in hand.** kombu notes each message that a worker has, and its end: two of six round trips of an Op, for
+messages that the sweeper dispatches again anyway.
+
+**Broadcasts.** kombu reads this connection, which carries the commands of Flower and `celery inspect`, when data or its
+end has arrived. With a retry, redis-py would answer its end with a new connection and wait there for a message, for
+ever: the worker would get no more tasks (redis-py 8.1, `PubSub.parse_response`). Without one, kombu sees the error and
+connects again.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cached_property
+from typing import Any
 
-from kombu.transport import TRANSPORT_ALIASES, redis
-from redis import ConnectionPool
+from kombu.transport import TRANSPORT_ALIASES, redis, virtual
+from redis import ConnectionPool, RedisError
 from redis.client import PubSub
 
 
+class _InHand(virtual.QoS):  # type: ignore[misc]
+    """The messages that this worker has. Only the worker knows them."""
+
+    def restore_unacked(self) -> list[Any]:
+        """Sends them back, up to the first one that the broker does not take. kombu would wait for a silent broker once
+        for each message, and write those that are left to a file."""
+        self._flush()
+        with suppress(RedisError, OSError):
+            for message in self._delivered.values():
+                self.channel._restore(message)
+        self._delivered.clear()
+        return []
+
+
 class _Channel(redis.Channel):  # type: ignore[misc]
+    ack_emulation = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.QoS = _InHand
+
     @cached_property
     def subclient(self) -> PubSub:
         """The client that subscribes to broadcasts, without the retry of the others."""

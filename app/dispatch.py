@@ -89,9 +89,6 @@ def celery_app(settings: Settings) -> Celery:
         broker_connection_retry_on_startup=True,
         broker_pool_limit=32,
         broker_transport_options={
-            # Otherwise a worker notes at the broker that it has a message, and when it is done: two of the six round
-            # trips of an Op. The sweeper dispatches again what a worker took with it.
-            "ack_emulation": False,
             "health_check_interval": 10,
             "socket_connect_timeout": 2,
             "socket_timeout": ANSWER_S,

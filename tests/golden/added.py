@@ -245,7 +245,6 @@ ADDED: dict[str, set[str]] = {
     "answers with content": {"next", "next, doomed", "claim", "last attempt"},
     # Each process has its own.
     "broker options": {
-        "ack_emulation",
         *("max_retries", "interval_start", "interval_step", "interval_max"),
         *("socket_timeout", "socket_keepalive", "socket_keepalive_options", "retry_on_timeout"),
     },

@@ -114,6 +114,30 @@ def test_a_worker_that_stops_gives_back_the_messages_in_hand(url: str, broker: r
     assert ticks.waiting() == 1
 
 
+def test_a_broker_that_hangs_is_asked_once_to_take_messages_back(
+    url: str, broker: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Otherwise a consumer waits for it once for each message, and leaves a file."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Proxy(url) as proxy:
+        celery = at(proxy.url, tmp_path)
+        ticks = TickSender(celery, QUEUE)
+        for _ in range(3):
+            ticks.send()
+        with celery.connection_for_read() as connection:
+            channel, asked = connection.default_channel, []
+            for _ in range(3):
+                celery.amqp.queues.new_missing(QUEUE)(channel).get()
+
+            def refuse(*message: object) -> None:
+                asked.append(message)
+                raise redis.TimeoutError
+
+            monkeypatch.setattr(channel, "_put", refuse)
+    assert len(asked) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def _changes(broker: redis.Redis) -> int:
     """The changes of data since the server's last save to disk, which it does not do here."""
     return int(broker.info("persistence")["rdb_changes_since_last_save"])
