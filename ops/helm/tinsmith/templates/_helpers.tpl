@@ -25,19 +25,34 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- $name -}}
 {{- end }}
 
-{{/* A value as TOML. JSON's scalars and lists are TOML as well. */}}
+{{/* A value as TOML. JSON's scalars are TOML as well, but null: a key without a value is left out. */}}
 {{- define "tinsmith.toml" -}}
 {{- if kindIs "map" . -}}
-{ {{- range $i, $key := keys . | sortAlpha }}{{ if $i }}, {{ end }}{{ $key }} = {{ include "tinsmith.toml" (get $ $key) }}{{ end -}} }
+{ {{- include "tinsmith.pairs" . | fromJsonArray | join ", " -}} }
+{{- else if kindIs "slice" . -}}
+[ {{- range $i, $one := . }}{{ if $i }}, {{ end }}{{ include "tinsmith.toml" $one }}{{ end -}} ]
 {{- else -}}
 {{ toJson . }}
 {{- end -}}
 {{- end }}
 
+{{/* The texts `key = value` of a table, as a JSON list. */}}
+{{- define "tinsmith.pairs" -}}
+{{- $pairs := list }}
+{{- range $key := keys . | sortAlpha }}
+{{- $value := get $ $key }}
+{{- if not (kindIs "invalid" $value) }}
+{{- $name := ternary $key (toJson $key) (regexMatch "^[A-Za-z0-9_-]+$" $key) }}
+{{- $pairs = append $pairs (printf "%s = %s" $name (include "tinsmith.toml" $value)) }}
+{{- end }}
+{{- end }}
+{{- toJson $pairs }}
+{{- end }}
+
 {{/* The lines of a section. */}}
 {{- define "tinsmith.section" -}}
-{{- range $key := keys . | sortAlpha }}
-{{ $key }} = {{ include "tinsmith.toml" (get $ $key) }}
+{{- range $pair := include "tinsmith.pairs" . | fromJsonArray }}
+{{ $pair }}
 {{- end }}
 {{- end }}
 
@@ -108,7 +123,7 @@ capabilities: {drop: [ALL]}
 {{/* The variables of the values, by name. */}}
 {{- define "tinsmith.variables" -}}
 {{- range $key := keys (default dict .) | sortAlpha }}
-- {name: {{ $key }}, value: {{ get $ $key | quote }}}
+- {name: {{ $key | quote }}, value: {{ get $ $key | quote }}}
 {{- end }}
 {{- end }}
 

@@ -18,7 +18,7 @@ from tests.unit.ops.compose import COMPOSE, ROOT
 from tests.unit.ops.helm.rendered import SETS, containers, manifest, manifests, values
 
 TRAINER = values("cpu-demo")["baseModels"][0]["trainer"]
-SECRET = re.compile("PASSWORD|KEY|AUTH|SECRET|USER|URL")
+SECRET = re.compile("PASSWORD|KEY|AUTH|SECRET|USER|URL|HEADERS")
 
 
 def test_there_are_values_for_a_cpu_one_gpu_eight_gpus_and_several_nodes():
@@ -150,9 +150,9 @@ def test_no_secret_has_a_default_or_a_value_in_the_chart(name: str):
                 continue
             reference = one.get("valueFrom", {}).get("secretKeyRef", {})
             assert reference.get("name") == values(name)["secret"] or ":$(VALKEY_PASSWORD)@" in one["value"], workload
-            # Without these, no answers are kept and nobody is an operator.
-            optional = one["name"] in ("TINSMITH_CAPTURE_SECRET", "TINSMITH_OPERATOR_KEY")
-            assert bool(reference.get("optional")) == optional
+            # Without these, no answers are kept, nobody is an operator, and a collector needs no key.
+            optional = ("TINSMITH_CAPTURE_SECRET", "TINSMITH_OPERATOR_KEY", "OTEL_EXPORTER_OTLP_HEADERS")
+            assert bool(reference.get("optional")) == (one["name"] in optional)
     defaults = yaml.safe_load((chart.CHART / "values.yaml").read_text())
     assert (defaults["secret"], defaults["ssh"]["secret"]) == ("", "")
     for one in manifests(name, "ConfigMap"):

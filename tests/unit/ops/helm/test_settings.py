@@ -1,4 +1,4 @@
-"""The settings that the chart's values and its Secret can give to the processes, beside all settings that there are."""
+"""Every setting can be given to the processes by the chart's values or by its Secret."""
 
 from __future__ import annotations
 
@@ -99,6 +99,25 @@ def test_every_secret_of_the_settings_comes_from_the_secret_of_the_cluster(tmp_p
     assert found.redis.url.startswith("redis://:hush@") and found.redis.broker_url.startswith("redis://:hush@")
 
 
+def test_processes_that_trace_have_the_key_of_the_collector():
+    traced = ("api", "trainer", "sampler")
+    for container in (one for manifest in chart.render(values("cpu-demo")) for one in chart.containers(manifest)):
+        if container["name"] in traced:
+            assert environment(container)["OTEL_EXPORTER_OTLP_HEADERS"] == "hush"
+
+
+def test_values_that_toml_writes_otherwise_than_json_reach_the_processes(tmp_path: Path):
+    given = values("cpu-demo")
+    (base,) = given["baseModels"]
+    arguments = {"a b": [{"c.d": [1, "two"]}], "e.f": {"g": True}}
+    base["sampler"]["settings"] = {"engine_args": arguments}
+    given["settings"] = {"limits": {"datums": None}, "engine": {"handover_bytes": 5}}
+    found = loaded(given, tmp_path)
+    assert found.base_models[0].sampler.engine_args == arguments
+    assert found.limits.datums == Settings().limits.datums
+    assert found.engine.handover_bytes == 0, "no volume is shared"
+
+
 @pytest.mark.parametrize(
     ("section", "key"),
     [
@@ -110,18 +129,26 @@ def test_every_secret_of_the_settings_comes_from_the_secret_of_the_cluster(tmp_p
         ("trainer.settings", "devices"),
         ("trainer.settings", "hostfile"),
         ("sampler.settings", "metrics_port"),
+        *(("base", key) for key in ("name", "path", "trainer", "sampler", "full", "full_sampler")),
     ],
 )
 def test_a_setting_that_the_chart_itself_sets_is_refused_by_name(section: str, key: str):
     given = values("cpu-demo")
-    part, name = section.split(".")
-    place = given.setdefault(part, {}) if part == "settings" else given["baseModels"][0][part]
-    place.setdefault(name, {})[key] = 0
+    (base,) = given["baseModels"]
+    part, _, name = section.partition(".")
+    places = {"settings": given.setdefault("settings", {}), "base": base, **base}
+    places[part].setdefault(name or "settings", {})[key] = 0
     with pytest.raises(helm_python.HelmError, match=key):
         chart.render(given)
 
 
 def test_variables_of_the_api_are_set_in_it():
-    manifests = chart.render({**values("cpu-demo"), "api": {"env": {"OTEL_TRACES_SAMPLER": "always_off"}}})
+    variables = {"OTEL_TRACES_SAMPLER": "always_off", "ON": "1"}
+    manifests = chart.render({**values("cpu-demo"), "api": {"env": variables}})
     (api,) = [container for one in manifests for container in chart.containers(one) if container["name"] == "api"]
-    assert environment(api)["OTEL_TRACES_SAMPLER"] == "always_off"
+    assert contains(environment(api), variables)
+
+
+def test_a_variable_that_the_secret_gives_is_no_value():
+    with pytest.raises(helm_python.HelmError, match="TINSMITH_OPERATOR_KEY"):
+        chart.render({**values("cpu-demo"), "api": {"env": {"TINSMITH_OPERATOR_KEY": "tml-seen-by-all"}}})
