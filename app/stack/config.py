@@ -50,7 +50,7 @@ def resolve(options: Options, environ: Mapping[str, str]) -> Settings:
     if options.redis and not options.redis.startswith(SENTINEL_SCHEMES):
         raw["redis"]["broker_url"] = ""
     if options.api_key is not None:
-        raw["api_keys"] = [hash_key(_checked_key(options.api_key))]
+        raw["api_keys"] = list(dict.fromkeys([hash_key(_checked_key(options.api_key)), *raw["operator_keys"]]))
     for name, path in options.base_models:
         _set_base_model(raw["base_models"], name, path)
     return settings_module.parse(raw, "command line")

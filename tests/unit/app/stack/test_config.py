@@ -70,6 +70,8 @@ def test_the_operators_key_from_the_environment_is_also_an_api_key(file):
     )
     assert found.operator_keys == (hash_key("tml-operator"),)
     assert set(found.api_keys) == {hash_key("tml-0123456789"), hash_key("tml-operator")}
+    found = resolve(Options(api_key="tml-0123456789"), {"TINSMITH_OPERATOR_KEY": "tml-operator"})
+    assert found.api_keys == (hash_key("tml-0123456789"), hash_key("tml-operator"))
 
 
 def test_an_empty_secret_in_the_environment_leaves_that_of_the_file(file):
