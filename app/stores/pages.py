@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, get_args
@@ -75,11 +75,9 @@ class PageFiles:
         found = {wanted[key]: self._read(key) for key in listed if key in wanted}
         return {page: fields for page, fields in found.items() if fields is not None}
 
-    def projects(self, ledger: Ledger, hours: range) -> list[str]:
-        """The projects that have stored pages in the months of these hours."""
-        months = set(_months(hours))
-        parts = (key.split("/") for key in self._objects.list(f"{ledger}/"))
-        return sorted({project for _, project, day, *_ in parts if day[: len("2026-11")] in months})
+    def projects(self, ledger: Ledger) -> Sequence[str]:
+        """The projects that have stored pages."""
+        return self._objects.folders(f"{ledger}/")
 
     def _read(self, key: str) -> Fields | None:
         content = self._cached.get(key)

@@ -30,7 +30,7 @@ def refill(ledger: UsageLedger, today: date) -> int:
     """Refills the usage of today's month from its hourly pages, after the state server lost it. Returns the number of
     projects that had lost some. Usage that is there already stays, so a repeat changes nothing. Raises Unavailable."""
     hours, refilled = hours_of(today.replace(day=1)), 0
-    for project in ledger.files.projects("usage", hours):
+    for project in ledger.files.projects("usage"):
         stored, amounts = ledger.files.find("usage", project, hours), Counter[tuple[str, str]]()
         for fields in stored.values():
             for kind, _, base_model, amount in totals(fields):

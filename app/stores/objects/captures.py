@@ -25,6 +25,8 @@ from app.stores.objects.base import ObjectStore
 
 ROOT = "captures"
 _DAY_S = 86_400
+# A request lists up to 1,000 keys, in some 20 ms.
+_MOST_FOLDERS = 20
 _NO_RUN = "-"
 """Stands for the run in a key, where a base model was sampled."""
 _KEY = re.compile(rf"{ROOT}/([^/]+)/([^/]+)/([0-9]+-([0-9]+)-[0-9a-f]+)")
@@ -80,12 +82,16 @@ class CaptureFiles:
 
     def page(self, project: str, run: str | None, after: str, limit: int) -> list[Place]:
         """The oldest `limit` captures of a project, or of one of its runs, behind the one with the name `after`. The
-        object store lists so many of the run, or of each run of the project, and no others."""
+        object store lists so many of the run, or of each run of the project. Of many runs it lists all captures, 1,000
+        in a request."""
         if run is None:
             folders = [f"{ROOT}/{project}/{name}/" for name in self._objects.folders(f"{ROOT}/{project}/")]
         else:
             folders = [_folder(project, run)]
-        found = [place for folder in folders for place in self._behind(folder, after, limit)]
+        if len(folders) > _MOST_FOLDERS:
+            found = [place for place in self.places(project) if place.name > after]
+        else:
+            found = [place for folder in folders for place in self._behind(folder, after, limit)]
         return sorted(found, key=lambda place: place.name)[:limit]
 
     def read(self, place: Place) -> Capture | None:

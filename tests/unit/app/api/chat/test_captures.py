@@ -220,6 +220,18 @@ def test_a_page_lists_no_more_keys_of_a_run_than_it_has_and_one(
 
 
 @pytest.mark.usefixtures("capture_days")
+def test_pages_of_many_runs_hold_each_answer_once(openai: OpenAi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their folders are not listed one by one."""
+    monkeypatch.setattr("app.stores.objects.captures._MOST_FOLDERS", 1)
+    monkeypatch.setattr(openai.api.services.objects, "page", mock.Mock(side_effect=AssertionError))
+    keep(openai, 2)
+    openai.completion()
+    first, second = captures(openai, limit=2)
+    (third,) = captures(openai, after=second["id"])
+    assert len({first["id"], second["id"], third["id"]}) == 3
+
+
+@pytest.mark.usefixtures("capture_days")
 def test_foreign_files_hide_no_kept_answer(openai: OpenAi) -> None:
     openai.completion()
     project = openai.api.services.authenticator(openai.key).project
