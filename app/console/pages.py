@@ -56,7 +56,7 @@ def protect(response: Response) -> Response:
 def helpers() -> dict[str, Any]:
     """The functions that the templates call, and whether the page is a user's."""
     functions = {"csrf_token": login.csrf_token, "number": charts.number, "size": _size, "brief_id": _brief_id}
-    exact = {"count": "{:,}".format, "hundredths": "{:,.2f}".format}
+    exact = {"count": "{:,}".format, "decimal": _decimal}
     return {**functions, **exact, "day": _day, "logged_in": "caller" in g}
 
 
@@ -270,6 +270,11 @@ def _brief_id(run: str) -> str:
 
 def _day(unix: float) -> str:
     return datetime.fromtimestamp(unix, UTC).date().isoformat()
+
+
+def _decimal(amount: float) -> str:
+    """Money or seconds with two decimals, or below 1 with its first digits."""
+    return charts.number(amount) if 0 < amount < 1 else f"{amount:,.2f}"
 
 
 def _size(count: int | None) -> str:

@@ -103,12 +103,13 @@ def test_an_admin_sees_the_exact_usage_and_cost_of_each_run(
     cells = [tenant.ids["model"], tenant.project, BASE, "1,234,567", "4", "0", "0.00", "10 B"]
     logged_in = browser(tenant.key("admin"))
     assert cells in rows(logged_in.get("usage").text, "Runs of 14 days")
-    usage = replace(api.services.usage, prices_of=lambda base: Prices(training=1000))
     application = api.client.application
-    monkeypatch.setitem(application.extensions, EXTENSION, replace(api.services, usage=usage))
-    page = logged_in.get("usage").text
-    assert [*cells, "1,234.57"] in rows(page, "Runs of 14 days")
-    assert "Together 1,234.57 US dollars" in page
+    for price, cost in ((1000, "1,234.57"), (0.001, "0.001235")):
+        usage = replace(api.services.usage, prices_of=lambda base, price=price: Prices(training=price))
+        monkeypatch.setitem(application.extensions, EXTENSION, replace(api.services, usage=usage))
+        page = logged_in.get("usage").text
+        assert [*cells, cost] in rows(page, "Runs of 14 days")
+        assert f"Together {cost} US dollars" in page
 
 
 def test_an_admin_sees_the_stored_checkpoints(api: Api, tenant: Tenant, browser: Browsers) -> None:

@@ -225,7 +225,9 @@ def test_a_browser_loads_all_from_this_server_and_keeps_no_page(api: Api, browse
     assert (policy["default-src"], policy["frame-ancestors"]) == ("'none'", "'none'")
     assert {policy[kind] for kind in ("script-src", "style-src", "connect-src", "form-action")} == {"'self'"}
     assert page.headers["Cache-Control"] == "no-store"
-    for asset in re.findall(r'(?:src|href)="/console/(static/[^"]*)"', page.text):
+    assets = re.findall(r'(?:src|href)="/console/(static/[^"]*)"', page.text)
+    assert {"static/console.css", "static/console.js"} < set(assets)
+    for asset in assets:
         assert logged_in.get(asset).status_code == 200
     assert "://" not in page.text and " style=" not in page.text and "<script>" not in page.text
 

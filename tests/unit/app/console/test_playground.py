@@ -114,6 +114,7 @@ def test_the_form_keeps_its_values(served: tuple[Api, Standin], browser: Browser
     page = browser().post("playground", **{**FORM, "prompt": "</textarea><b>", "system": "Be brief."}).text
     assert ">&lt;/textarea&gt;&lt;b&gt;</textarea>" in page and ">Be brief.</textarea>" in page
     assert f"<option selected>{BASE}</option>" in page
+    assert 'action="/console/playground#answers"' in page, "a phone shows the answers, which are below the form"
 
 
 def test_a_checkpoint_is_chosen_by_its_link(served: tuple[Api, Standin], browser: Browsers) -> None:
