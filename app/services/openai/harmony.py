@@ -130,8 +130,13 @@ class HarmonyText:
         return "".join(thoughts), "".join(answer)
 
     def _text(self, piece: str) -> _Shown:
+        if self._state is _State.BEFORE and piece.isspace():
+            self._raw.append(piece)  # no text if a tag follows
+            return _NOTHING
         if self._state is _State.BEFORE:
             self._state = _State.HEADER if piece.startswith(_TO) else _State.TEXT
+            piece = "".join((*self._raw, piece))
+            self._raw.clear()
         if self._state in (_State.THOUGHTS, _State.TEXT):
             return self._show(piece)
         self._raw.append(piece)
@@ -140,6 +145,8 @@ class HarmonyText:
         return _NOTHING
 
     def _tag(self, tag: str) -> _Shown:
+        if self._state is _State.BEFORE:
+            self._raw.clear()
         heads = self._state in (_State.BEFORE, _State.HEADER)
         if tag == _MESSAGE and heads:
             return self._open()

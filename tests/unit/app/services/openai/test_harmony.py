@@ -43,6 +43,7 @@ MESSAGES: dict[str, tuple[str, Parts]] = {
         ("hm\nhm", "yes\nyes", []),
     ),
     "a format of the text": (FINAL.replace("final", "final <|constrain|>json"), ("", "yes", [])),
+    "white space before the headers": (f"\n{THOUGHT} {NEXT} {FINAL}", ("hm", "yes", [])),
     "no channel": ("<|message|>yes<|return|>", ("", "yes", [])),
     "no end of the thoughts": (f"{THOUGHT.removesuffix('<|end|>')}{NEXT}{FINAL}", ("hm", "yes", [])),
     "no start of the text": (f"{THOUGHT.removesuffix('<|end|>')}{FINAL}", ("hm", "yes", [])),
@@ -57,6 +58,7 @@ CUT = CALL.removesuffix("<|call|>")
 PYTHON = "<|channel|>commentary to=python code<|message|>1"
 TEXTS: dict[str, tuple[str, str]] = {
     "no form": ("yes <3", "yes <3"),
+    "no form, behind white space": (" \n yes", " \n yes"),
     "no form, with an end": ("yes<|return|>", "yes"),
     "what is no recipient": (" to", " to"),
     "arguments that are no JSON": (f"{CALLING}Ulm<|call|>", f"{CALLING}Ulm"),
