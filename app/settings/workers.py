@@ -129,7 +129,9 @@ class SamplerSettings(Section):
         "and with the transformers sampler no layer",
     )
     cache_bytes: int = Field(8 * 2**30, ge=0, description="most bytes of unused adapter files kept on disk")
-    engine_args: dict[str, Any] = Field({}, description="further vLLM engine arguments, passed on unchanged")
+    engine_args: dict[str, Any] = Field(
+        {}, description="further vLLM engine arguments, passed on unchanged; none of speculative decoding"
+    )
     metrics_port: int = Field(0, description=_METRICS_PORT)
 
     @field_validator("engine_args")

@@ -73,8 +73,8 @@ class SamplerBackend(Protocol):
 
         `handle.on_tokens`, if set, is called with every token and its logprob before `sample` returns. `handle.on_end`
         is called, at least once, for each sample that frees its row in the batch. The tokens generated are added to
-        `handle.sampled_tokens` by the time that `sample` returns or raises Aborted, and the prompt's tokens that were
-        in the engine's cache are in `handle.cached_tokens`."""
+        `handle.sampled_tokens` by the time that `sample` returns or raises Aborted. vLLM sets `handle.cached_tokens`
+        with its first tokens."""
         ...
 
     def healthy(self) -> bool:

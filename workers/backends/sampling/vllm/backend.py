@@ -71,14 +71,16 @@ class VllmSampler:
             self._settings, info.max_context, str(dtype).removeprefix("torch."), full=self._full
         )
         self._engine = self._start(arguments, packed.format_of(skeleton.config, self._settings.name))
-        self.batch = without_reserve(self._engine.engine.vllm_config.scheduler_config.max_num_seqs)
+        config = self._engine.engine.vllm_config
+        self.batch = without_reserve(config.scheduler_config.max_num_seqs)
         self._slots = SequenceSlots(self.batch)
         if self._full:
             self._weights = VllmFullFinetuneModel(self._engine, skeleton)
         else:
             self._weights = self._adapters(skeleton)
             info = self._adaptable(info, skeleton)
-        self._model_info = dataclasses.replace(info, follows_schemas=True)
+        # The folder of a base model may turn on speculation, which no setting can refuse (SPECULATION in app/settings).
+        self._model_info = dataclasses.replace(info, follows_schemas=config.speculative_config is None)
         return self._model_info
 
     def load(self, adapter_id: str, folder: Path) -> None:
