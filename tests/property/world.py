@@ -148,7 +148,10 @@ class TrainerWorld:
         self.client.delete(*map(keys.lease, self.models))
 
     def outlast(self) -> None:
-        """Every missing worker has been missing for the time of a lease."""
+        """Every missing worker has been missing for the time of a lease, and restores that ended with theirs are an hour
+        ago."""
+        for key in self.client.scan_iter("tinsmith:restore:*"):
+            self.client.delete(key)
         for key in self.client.scan_iter(keys.op("*")):
             missed = json.loads(self.client.hget(key, "former") or "{}")
             self.client.hset(key, "former", json.dumps({worker: min(since, 1) for worker, since in missed.items()}))
