@@ -22,8 +22,9 @@ from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import API, BASE, KEY, Api
 
 OPENAI, ANTHROPIC = "/oai/api/v1", "/anthropic/v1"
-OF_CONNECTIONS = {"HELLO", "CLIENT", "PING"}
-"""Commands by which a client opens a connection."""
+OF_CONNECTIONS = {"HELLO", "CLIENT", "PING", "PUBLISH"}
+"""Commands by which a client opens a connection, and the one by which a thread sends the task events of earlier calls.
+Calls themselves publish in scripts."""
 NO_IDS = {
     "POST /api/v1/client/config",
     "POST /api/v1/client/dynamic_config",

@@ -79,7 +79,7 @@ def test_a_bench_that_fails_leaves_no_files(in_tmp: Path):
 def test_an_unknown_name_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         command.main(["real-step"])
-    known = "api_start, api_body, overhead, real_step, merged, tenants, ragged, families, ddp, memory, recovery"
+    known = "api_start, api_body, overhead, pairs, real_step, merged, tenants, ragged, families, ddp, memory, recovery"
     assert f"unknown bench 'real-step'; the benches are {known}" in capsys.readouterr().err
 
 

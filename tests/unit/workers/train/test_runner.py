@@ -206,11 +206,11 @@ def test_an_outage_in_mid_run_leaves_nothing_that_looks_as_if_it_ran(world: Worl
     worker.handle(0)
     world.admit(1, step(0)[0])
 
-    def away(key: str, start: int, end: int) -> bytes:
+    def away(*_: object) -> None:
         raise redis.ConnectionError("away")
 
     with monkeypatch.context() as outage:
-        outage.setattr(world.client, "getrange", away)
+        outage.setattr(world.oplog, "next", away)
         with pytest.raises(redis.ConnectionError):
             worker.handle(1)
     assert [pending.running for pending in world.oplog.pending()] == [0]
