@@ -148,8 +148,8 @@ class TrainerWorld:
         self.client.delete(*map(keys.lease, self.models))
 
     def outlast(self) -> None:
-        """Every missing worker has been missing for the time of a lease, and restores that ended with theirs are an hour
-        ago."""
+        """Every missing worker has been missing for the time of a lease, and the restores that ended some are an hour
+        old."""
         for key in self.client.scan_iter("tinsmith:restore:*"):
             self.client.delete(key)
         for key in self.client.scan_iter(keys.op("*")):
