@@ -74,7 +74,8 @@ def test_every_future_is_a_task_with_its_project_model_state_and_runtime(flower:
     def mine() -> list[dict[str, Any]]:
         tasks = requests.get(flower, timeout=60).json().values()
         found = [task for task in tasks if training.model_id in (task["kwargs"] or "")]
-        finished = [task for task in found if task["state"] in ("SUCCESS", "FAILURE")]
+        # The API's events may arrive behind those of the trainer: each process sends its own every 0.2 s.
+        finished = [task for task in found if task["sent"] and task["state"] in ("SUCCESS", "FAILURE")]
         return sorted(finished, key=lambda task: int(task["uuid"].rpartition(":")[2])) if len(finished) >= 4 else []
 
     tasks = await_answer(mine)
