@@ -16,6 +16,8 @@ from app.settings import ApiSettings, Settings
 from app.stores.redis.client import connect
 from app.stores.redis.completions import TokenStreams
 from tests.tokenizers import WITH_TOOLS, byte_tokenizer
+from tests.unit.app.api.chat.anthropic.caller import Anthropic
+from tests.unit.app.api.chat.openai.caller import OpenAi
 from tests.unit.app.api.chat.standin import CAPACITY, CONTEXT, MAX_BODY_BYTES, Standin
 from tests.unit.app.conftest import Api, add_worker
 
@@ -54,6 +56,16 @@ def served(app: Flask, state_url: str) -> Iterator[tuple[Api, Standin]]:
         yield Api(app.test_client(), services), standin
         standin.over.set()
         thread.join(30)
+
+
+@pytest.fixture
+def openai(served: tuple[Api, Standin]) -> OpenAi:
+    return OpenAi(*served)
+
+
+@pytest.fixture
+def anthropic(served: tuple[Api, Standin]) -> Anthropic:
+    return Anthropic(*served)
 
 
 @pytest.fixture

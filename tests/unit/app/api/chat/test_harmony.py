@@ -14,7 +14,6 @@ from app.services.openai.harmony import TAGS
 from tests.unit.app.api.chat.anthropic.caller import ASK, TOOL, Anthropic
 from tests.unit.app.api.chat.openai.caller import TOOLS, OpenAi, events
 from tests.unit.app.api.chat.standin import Standin
-from tests.unit.app.conftest import Api
 
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
 SAID = "<|channel|>commentary<|message|>wait<|end|><|start|>assistant"
@@ -47,16 +46,6 @@ def template() -> str:
 @pytest.fixture(scope="module")
 def special() -> Sequence[str]:
     return TAGS
-
-
-@pytest.fixture
-def openai(served: tuple[Api, Standin]) -> OpenAi:
-    return OpenAi(*served)
-
-
-@pytest.fixture
-def anthropic(served: tuple[Api, Standin]) -> Anthropic:
-    return Anthropic(*served)
 
 
 def say(standin: Standin, text: str) -> None:

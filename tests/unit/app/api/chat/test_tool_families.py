@@ -12,7 +12,6 @@ from tests.tokenizers import PLAIN
 from tests.unit.app.api.chat.anthropic.caller import TOOL, Anthropic, assembled
 from tests.unit.app.api.chat.openai.caller import TOOLS, OpenAi, events
 from tests.unit.app.api.chat.standin import Standin
-from tests.unit.app.conftest import Api
 
 TAG = "<|python_tag|>"
 CALL = '{"name": "weather", "parameters": {"town": "Ulm"}}'
@@ -28,16 +27,6 @@ def template() -> str:
 @pytest.fixture(scope="module")
 def special() -> Sequence[str]:
     return (TAG,)
-
-
-@pytest.fixture
-def openai(served: tuple[Api, Standin]) -> OpenAi:
-    return OpenAi(*served)
-
-
-@pytest.fixture
-def anthropic(served: tuple[Api, Standin]) -> Anthropic:
-    return Anthropic(*served)
 
 
 def say(standin: Standin, text: str) -> None:
