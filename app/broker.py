@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from kombu.transport import TRANSPORT_ALIASES, redis, virtual
-from redis import ConnectionPool, RedisError
+from redis import ConnectionPool, Redis, RedisError
 from redis.client import PubSub
 
 
@@ -37,9 +37,20 @@ class _InHand(virtual.QoS):  # type: ignore[misc]
 class _Channel(redis.Channel):  # type: ignore[misc]
     ack_emulation = False
 
+    _publisher: Redis | None = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.QoS = _InHand
+
+    def _create_client(self, asynchronous: bool = False) -> Redis:
+        """Keeps the client of the pool: kombu makes one for each message, in 0.1 to 0.2 ms."""
+        if asynchronous:
+            made: Redis = super()._create_client(asynchronous=True)
+            return made
+        if self._publisher is None or self._publisher.connection_pool is not self.pool:
+            self._publisher = super()._create_client()
+        return self._publisher
 
     @cached_property
     def subclient(self) -> PubSub:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -89,6 +90,24 @@ def test_a_dispatch_goes_out_although_its_connection_fell_silent(url: str, broke
         proxy.silence()
         assert ticks.send()
     assert TickSender(at(url, tmp_path), QUEUE).waiting() == 2
+
+
+def test_a_dispatch_makes_no_client_of_its_own(
+    url: str, broker: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One costs as much as the message's round trip."""
+    ticks = TickSender(at(url, tmp_path), QUEUE)
+    assert ticks.send()
+    made: list[object] = []
+    before = redis.Redis.__init__
+
+    def counted(self: redis.Redis, *args: Any, **kwargs: Any) -> None:
+        made.append(self)
+        before(self, *args, **kwargs)
+
+    monkeypatch.setattr(redis.Redis, "__init__", counted)
+    assert ticks.send()
+    assert made == []
 
 
 def test_a_message_in_hand_is_known_to_its_worker_alone(url: str, broker: redis.Redis, tmp_path: Path):
