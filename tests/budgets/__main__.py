@@ -92,6 +92,7 @@ CASES = {
     "16 tenants": Case(16, _EVEN),
     "16 uneven tenants": Case(16, _UNEVEN),
     "16 uneven tenants, experts": Case(16, _UNEVEN, "qwen3-moe"),
+    "1 tenant, 16 uneven datums, sinks": Case(1, _UNEVEN, "gpt-oss"),
 }
 
 
@@ -133,21 +134,21 @@ def _measured_steps(case: Case, folder: Path) -> dict[str, Any]:
     return {"kernels": counts.kernels.total(), "waits": counts.waits.total()}
 
 
-def _attention_error(window: int | None, own_call: int = attention._OWN_CALL) -> float:
+def _attention_error(window: int | None, *, sinks: bool = False, own_call: int = attention._OWN_CALL) -> float:
     """The largest relative error, in bf16, of attention on the stand-in and of its gradients, against fp32 on a CPU.
 
-    `own_call`: the length from which datums have a call for each length, which is padded to a multiple of 16."""
+    `sinks`: each head has one. `own_call`: the length from which datums have a call for each length, which is padded to
+    a multiple of 16."""
     attention._OWN_CALL, attention._STEP = own_call, 16
     torch.manual_seed(0)
     lengths = (5, 40, 40, 1, 17)
-    shapes = {"q": (1, 4, sum(lengths), 16), "k": (1, 2, sum(lengths), 16), "v": (1, 2, sum(lengths), 16)}
-    exact = [torch.randn(shape).bfloat16().float() for shape in shapes.values()]
+    shapes = [(1, heads, sum(lengths), 16) for heads in (4, 2, 2)] + [(4,)] * sinks
+    exact = [torch.randn(shape).bfloat16().float() for shape in shapes]
     found = []
     for tensors in (exact, [tensor.bfloat16().to(DEVICE) for tensor in exact]):
         leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-        out, _ = packed_attention(
-            torch.nn.Module(), *leaves, None, runs=runs_of(lengths), scaling=0.3, sliding_window=window
-        )
+        settings = {"scaling": 0.3, "sliding_window": window, "s_aux": leaves[3] if sinks else None}
+        out, _ = packed_attention(torch.nn.Module(), *leaves[:3], None, runs=runs_of(lengths), **settings)
         gradients = torch.autograd.grad(out.square().sum(), leaves)
         found.append([tensor.detach().cpu().float() for tensor in (out, *gradients)])
     return max(float((one - other).norm() / one.norm()) for one, other in zip(*found, strict=True))
@@ -157,6 +158,7 @@ if __name__ == "__main__":
     with TemporaryDirectory() as made, counted():
         counts = {name: _measured(case, Path(made)) for name, case in CASES.items()}
         errors = {str(window): _attention_error(window) for window in (None, 3, 8)}
+        errors |= {f"{window}, sinks": _attention_error(window, sinks=True) for window in (None, 3, 8)}
         errors["a call for each length"] = _attention_error(None, own_call=1)
         steps = {name: _measured_steps(CASES[name], Path(made)) for name in ("1 tenant", "16 uneven tenants")}
         captures = [CASES["1 tenant"].capture_waits(Path(made), layers) for layers in (1, 2)]

@@ -3,11 +3,10 @@
 transformers calls it in place of its own attention (`NAME` is registered with it). `runs` reaches it as a keyword
 argument of the model's forward. transformers makes no mask for a name that it does not know.
 
-A GPU runs all datums in one call, or long ones in a call for each length. Elsewhere, and with a cap or sinks,
-neighbours of one length run together. Attention
-that needs a score for each query and key (a window, a cap, sinks) then takes memory that grows with the datum: autograd
-keeps query, key and value, and the backward pass computes the scores again. Beyond `_WHOLE_UP_TO` tokens the queries
-are also cut into blocks, so that there is never a [tokens, tokens] tensor.
+A GPU runs all datums in one call, or long ones in a call for each length. Elsewhere, and with a cap, neighbours of one
+length run together. Attention that needs a score for each query and key (a window, a cap, sinks) then takes memory that
+grows with the datum: autograd keeps query, key and value, and the backward pass computes the scores again. Beyond
+`_WHOLE_UP_TO` tokens the queries are also cut into blocks, so that there is never a [tokens, tokens] tensor.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache, partial
 from inspect import signature
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
@@ -93,8 +93,8 @@ def packed_attention(
         # torch's fused kernels need heads of one width (DeepSeek-V3 has 192 and 128). Without them all scores are kept.
         value = nn.functional.pad(value, (0, query.shape[-1] - width))
     few = sliding_window is None and all(length >= _OWN_CALL for _, length in runs)
-    if softcap is None and s_aux is None and not few and _in_one_call(query, value):
-        return _varlen(query, key, value, runs, scaling=scaling, window=sliding_window)[..., :width], None
+    if softcap is None and (s_aux is not None or not few) and _in_one_call(query, value):
+        return _varlen(query, key, value, runs, s_aux, scaling=scaling, window=sliding_window)[..., :width], None
     cut = zip(*(_cut(tensor, runs) for tensor in (query, key, value)), strict=True)
     parts = [_attend(q, k, v, scaling, sliding_window, softcap, s_aux).transpose(1, 2) for q, k, v in cut]
     rows = [part.reshape(len(query), -1, *part.shape[2:])[..., :width] for part in parts]
@@ -120,15 +120,71 @@ def _has_flash_attention(device: torch.device) -> bool:
 
 
 def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], *, scaling: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    runs: Sequence[Run],
+    sinks: Tensor | None,
+    *,
+    scaling: float,
+    window: int | None,
 ) -> Tensor:
     """The attention of all datums in one call: [1, T, heads, E]."""
     ends, longest = _ends(tuple(runs), query.device)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     seen = (-1 if window is None else window - 1, 0)
-    attended = _grouping(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=seen)
+    if sinks is None:
+        attended = _grouping(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=seen)
+    else:
+        attended = _VarlenWithSinks.apply(q, k, v, sinks, ends, longest, scaling, seen)  # type: ignore[no-untyped-call]
     assert isinstance(attended, Tensor)
     return attended[None]
+
+
+class _VarlenWithSinks(torch.autograd.Function):
+    """varlen_attn with a further score in the softmax of each head, the sink.
+
+    varlen_attn also returns lse, the logarithm of each softmax's sum. With the sink in the sum it is
+    lse' = log(exp(lse) + exp(sink)), and the output is exp(lse - lse') times varlen_attn's. The backward pass of
+    varlen_attn computes the shares again, as exp(score - lse). With lse' these are the shares beside the sink, and the
+    gradients are exact. No public function takes lse', so this calls torch's operator.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor,
+        ends: Tensor,
+        longest: int,
+        scaling: float,
+        seen: tuple[int, int],
+    ) -> Tensor:
+        """Maps q [T, heads, D], k and v [T, kv heads, D] and sinks [heads] to [T, heads, D]."""
+        aux = AuxRequest(lse=True)
+        out, lse = _grouping(q, k, v, ends, ends, longest, longest, return_aux=aux, scale=scaling, window_size=seen)
+        with_sinks = torch.logaddexp(lse, sinks.float()[:, None])  # [heads, T], as lse
+        out.mul_((lse - with_sinks).exp_().t()[..., None])
+        ctx.save_for_backward(q, k, v, sinks, ends, out, with_sinks)
+        ctx.longest, ctx.scaling, ctx.seen = longest, scaling, seen
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        q, k, v, sinks, ends, out, lse = ctx.saved_tensors
+        datums = (ends, ends, ctx.longest, ctx.longest)
+        causal, no_dropout = ctx.seen == (-1, 0), torch.zeros(2, dtype=torch.uint64, device=q.device)
+        of_qkv = torch.ops.torch_attn._varlen_attn_backward(
+            grad, q, k, v, out, lse, *datums, causal, no_dropout, ctx.scaling, list(ctx.seen)
+        )
+        of_sinks = None
+        if ctx.needs_input_grad[3]:
+            shares = (sinks.float()[:, None] - lse).exp_()
+            of_sinks = -((grad.float() * out).sum(-1).t() * shares).sum(-1).to(sinks.dtype)
+        return *of_qkv, of_sinks, None, None, None, None
 
 
 @lru_cache(maxsize=8)

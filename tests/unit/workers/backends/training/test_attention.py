@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from workers.backends.training.attention import packed_attention
 from workers.backends.training.packing import runs_of
@@ -126,3 +127,23 @@ def test_an_argument_that_may_change_the_result_is_never_swallowed() -> None:
         packed_attention(nn.Module(), *tensors(0), None, runs=runs_of(LENGTHS), scaling=SCALING, score_mod=1)
     with pytest.raises(TypeError, match="mask"):
         packed_attention(nn.Module(), *tensors(0), torch.zeros(1), runs=runs_of(LENGTHS), scaling=SCALING)
+
+
+def test_torch_has_the_operator_that_sinks_need_on_a_gpu() -> None:
+    """Without public forms: the backward pass of varlen_attn with another lse, and lse with heads before tokens."""
+    taken = [(one.name, str(one.type)) for one in torch.ops.torch_attn._varlen_attn_backward.default._schema.arguments]
+    assert [name for name, _ in taken[:6]] == ["grad_out", "query", "key", "value", "out", "lse"]
+    assert taken[6:] == [
+        ("cu_seq_q", "Tensor"),
+        ("cu_seq_k", "Tensor"),
+        ("max_q", "int"),
+        ("max_k", "int"),
+        ("is_causal", "bool"),
+        ("rng_state", "Tensor"),
+        ("scale", "Optional[float]"),
+        ("window_size", "Optional[List[int]]"),
+    ]
+    query, ends = torch.empty(23, HEADS, WIDTH, device="meta"), torch.empty(5, dtype=torch.int32, device="meta")
+    _, lse = varlen_attn(query, query, query, ends, ends, 12, 12, return_aux=AuxRequest(lse=True))
+    assert lse.shape == (HEADS, 23)
+    assert lse.dtype is torch.float32
