@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.domain.ops import LoraSpec
 from app.settings import TrainerSettings
@@ -73,10 +74,13 @@ class Engine(ABC):
             gradient = self.head_gradient if self.trained else None
             yield LmHead(weight.detach(), _HEAD, rule, gradient, self.hidden_states.fused)
 
-    def head_name(self) -> str:
-        """Returns the name of the head's weight in `trained`: the name of the embedding where the two are tied."""
-        weight = self.base.model.get_output_embeddings().weight
-        return next(name for name, parameter in self.trained.items() if parameter is weight)
+    def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Returns and removes a trained parameter's gradient: fp32 for the head, else in the base's dtype."""
+        found, parameter.grad = parameter.grad, None
+        if self.head_gradient.found is None or parameter is not self.base.model.get_output_embeddings().weight:
+            return found
+        of_head = self.head_gradient.take()
+        return of_head if of_head is None or found is None else of_head.add_(found)
 
     def gathered(self, parameter: Tensor) -> AbstractContextManager[None]:
         """Keeps all of `parameter` on this rank within the block."""
@@ -127,6 +131,8 @@ class HiddenStates(nn.Module):
 
     `packed`: datums lie end to end and no token is padding. Otherwise datums are padded on the right to the longest.
     `fused`: the head runs fused kernels, and layers where there are some for them (workers/models/fused.py).
+    `layers`: the layers, if the architecture has some that transformers can checkpoint; they may be nested.
+    `on_leave`: called with each layer once a backward pass has all gradients of its weights.
     """
 
     def __init__(
@@ -161,6 +167,8 @@ class HiddenStates(nn.Module):
         self.fused = trainer.fused_kernels and fused.usable(next(model.parameters()).device)
         if self.fused and self.packed:  # the architectures of which tests/parity/test_fused.py shows the results
             fused.fuse(model)
+        self.layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        self.on_leave: Callable[[nn.Module], None] | None = None
         self._activations = Activations(model, trainer.activation_checkpointing, agreed)
 
     def forward(
@@ -179,11 +187,37 @@ class HiddenStates(nn.Module):
         `routers.use` takes them. Ranks that share the tokens get their own rows of the result.
         """
         count = len(tokens) if self.packed else len(lengths) * max(lengths)
-        with self._activations.during(count, tokens.device, partial(self._probe, tokens.device)):
+        with self._activations.during(count, tokens.device, partial(self._probe, tokens.device)), self._watched():
             if picture is not None:
                 with routers.use(routes):
                     return self._seen(tokens, lengths, owners, picture)
             return self._run(tokens, lengths, owners, hidden, routes)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Calls `on_leave` in the backward pass of the block's forward.
+
+        A layer has all its gradients when the gradient in its first input is there, since autograd runs what is ready
+        from the forward's last operation to the first. Every rank leaves all layers, in one order, also if it does not
+        use some of their weights.
+        """
+        on_leave = self.on_leave
+        if on_leave is None:
+            yield
+            return
+        entered: set[nn.Module] = set()
+
+        def enter(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if layer not in entered and inputs and inputs[0].requires_grad:
+                inputs[0].register_hook(lambda _: on_leave(layer))
+            entered.add(layer)
+
+        hooks = [layer.register_forward_pre_hook(enter) for layer in self.layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def micro_batch_tokens(self, device: torch.device) -> int:
         """Returns the tokens of a micro-batch on `device`: see Activations.

@@ -7,7 +7,8 @@ docs/decisions/0009-full-fine-tuning.md says which part each rank holds, and why
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,19 +55,6 @@ class ComputeCopy:
             self._engine.write(parameter, mine, state.shards.owners[name])
         self._of = state.identity
 
-    def take_gradients(self, state: FullFinetuneState) -> dict[str, Tensor]:
-        """Returns and removes this rank's gradients of backward passes, in the base's dtype (the head's in fp32)."""
-        found = {}
-        for name, parameter in state.copies.items():
-            if parameter.grad is not None:
-                found[name] = parameter.grad
-                parameter.grad = None
-        of_head = self._engine.head_gradient.take()
-        if of_head is not None:
-            name = self._engine.head_name()
-            found[name] = of_head.add_(found[name]) if name in found else of_head
-        return found
-
 
 class FullFinetuneState:
     """A ModelState of all weights.
@@ -74,8 +62,8 @@ class FullFinetuneState:
     Masters, moments and gradients lie on one device: the engine's, or the CPU if offloaded.
 
     The optimizer's state and the masters are split as `shards` says. The gradient of a pass is split too once it is
-    summed. Until then every rank sums up its own gradient. If the engine's ranks shard gradients, each round's gradient
-    goes to its owner at once.
+    summed. Until then every rank sums up its own gradient. If the engine's ranks shard gradients, a layer's gradient
+    goes to its owners as soon as the backward pass has left the layer, and all others at the end of the round.
     """
 
     def __init__(
@@ -89,6 +77,9 @@ class FullFinetuneState:
         self.identity = object()
         self._engine, self._copy, self._form = engine, copy, form
         self._master_device = next((masters[name].device for name in shards.mine()), engine.base.device)
+        self._order = _last_layer_first(engine.hidden_states.layers, self.copies)
+        self._unsummed = deque(self._order)
+        self._left: set[nn.Module] = set()
         self._found: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] | None = None
 
@@ -102,19 +93,27 @@ class FullFinetuneState:
 
     def begin(self) -> None:
         self._copy.show(self)
+        self._engine.hidden_states.on_leave = self._leave if self._sums_by_layer else None
 
     def collect(self) -> None:
-        mine = self._copy.take_gradients(self)
-        if self._sums_every_round:
-            self._sum(mine)
-        else:
-            for name, gradient in mine.items():
+        if self._sums_by_layer:
+            while self._unsummed:
+                self._sum_next()
+            if any(parameter.grad is not None for parameter in self.copies.values()):
+                raise RuntimeError("a weight had no gradient yet when a pass left its layer: use trainer.zero_stage 1")
+            self._unsummed = deque(self._order)
+            self._left.clear()
+            return
+        for name, parameter in self.copies.items():
+            gradient = self._engine.take_gradient(parameter)
+            if gradient is not None:
                 self._add(name, gradient)
 
     def sum_found(self) -> None:
-        if not self._sums_every_round:
+        if not self._sums_by_layer:
             mine, self._found = self._found, {}
-            self._sum(mine)
+            for name in self.masters:
+                self._sum(name, self._own(name, mine.get(name)))
 
     def found_gradients(self) -> Mapping[str, Tensor]:
         return self._found
@@ -127,7 +126,9 @@ class FullFinetuneState:
         self._found = {}
 
     def drop_found(self) -> None:
-        self._copy.take_gradients(self)
+        self._engine.hidden_states.on_leave = None  # it would keep a closed model in memory
+        for parameter in self.copies.values():
+            self._engine.take_gradient(parameter)
         self._found = {}
 
     def drop_pending(self) -> None:
@@ -180,26 +181,37 @@ class FullFinetuneState:
         return engine.trained[name]
 
     @property
-    def _sums_every_round(self) -> bool:
+    def _sums_by_layer(self) -> bool:
         return self._engine.shards_gradients and self.shards.split
 
-    def _sum(self, mine: Mapping[str, Tensor]) -> None:
-        """Adds the sum over the ranks to the found gradient: on the owners, or everywhere if nothing is split."""
-        for name, master in self.masters.items():
-            gradient = mine.get(name)
-            if self.shards.ranks.size > 1:
-                gradient = self._summed(name, master.shape, gradient)
-            if self.shards.owns(name):
-                self._add(name, gradient if gradient is not None else torch.zeros_like(master.detach()))
+    def _leave(self, layer: nn.Module) -> None:
+        """Sums the gradients of a layer, unless the backward pass is still to leave one that the order names before."""
+        self._left.add(layer)
+        while self._unsummed and self._unsummed[0][0] in self._left:
+            self._sum_next()
 
-    def _summed(self, name: str, shape: torch.Size, mine: Tensor | None) -> Tensor:
-        device = self.shards.device
-        summed = torch.zeros(shape, device=device) if mine is None else mine.to(device).float().contiguous()
+    def _sum_next(self) -> None:
+        """Sums the next tensor's gradient. It stays the next one if memory runs out before the collective."""
+        _, name = self._unsummed[0]
+        mine = self._own(name, self._engine.take_gradient(self.copies[name]))
+        self._unsummed.popleft()
+        self._sum(name, mine)
+
+    def _own(self, name: str, gradient: Tensor | None) -> Tensor:
+        """Returns this rank's gradient in the form that the ranks sum."""
+        device = self.shards.device if self.shards.ranks.size > 1 else self._master_device
+        if gradient is None:
+            return torch.zeros(self.masters[name].shape, device=device)
+        return gradient.to(device).float().contiguous()
+
+    def _sum(self, name: str, mine: Tensor) -> None:
+        """Adds the sum over the ranks to the found gradient: on the owner, or everywhere if nothing is split."""
         if self.shards.split:
-            self.shards.ranks.sum_on_(summed, self.shards.owners[name])
+            self.shards.ranks.sum_on_(mine, self.shards.owners[name])
         else:
-            self.shards.ranks.sum_([summed])
-        return summed
+            self.shards.ranks.sum_([mine])
+        if self.shards.owns(name):
+            self._add(name, mine)
 
     def _add(self, name: str, gradient: Tensor) -> None:
         gradient = gradient.to(self._master_device).float()
@@ -270,6 +282,19 @@ class FullFinetuneModels:
             mine = weight.to(self.master_device) if shards.owns(name) else torch.empty(_shape(parameter), device="meta")
             masters[name] = nn.Parameter(mine)
         return FullFinetuneState(self.engine, self.copy, form, masters, shards)
+
+
+def _last_layer_first(
+    layers: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]
+) -> list[tuple[nn.Module | None, str]]:
+    """Returns (layer, name) for each parameter. Those of no layer come last, under None.
+
+    A parameter of several layers counts for the first one, at which the backward pass arrives last.
+    """
+    layer_of = {id(parameter): layer for layer in reversed(layers) for parameter in layer.parameters()}
+    places = {layer: place for place, layer in enumerate([*reversed(layers), None])}
+    found = [(layer_of.get(id(parameter)), name) for name, parameter in parameters.items()]
+    return sorted(found, key=lambda one: places[one[0]])
 
 
 def _shape(parameter: Tensor) -> torch.Size:

@@ -164,8 +164,6 @@ class Pass:
                 self._run_in_step(mine)
             else:
                 self._run_alone(mine)
-            if self._backward:
-                self._collect()
             progress()
         self._engine.rest()
         self._gather()
@@ -177,6 +175,7 @@ class Pass:
             self._run(self._batches[mine])
         else:
             self._keep_in_step()
+        self._collect()
 
     def _run_alone(self, mine: int) -> None:
         """Runs this rank's micro-batch of a round, if there is one. Raises OutOfMemory on every rank when memory ran
@@ -185,10 +184,15 @@ class Pass:
         try:
             if mine < len(self._batches):
                 self._run(self._batches[mine])
+            self._collect()
         except (RuntimeError, MemoryError) as error:
             if not ran_out_of_memory(error):
                 raise
             failed = True  # the error itself would keep the tensors of its frames, up to a garbage collection
+        if failed:
+            for job in self._jobs:
+                job.state.drop_found()
+            self._collect()  # the other ranks wait for this one in the sums of their gradients
         if self._engine.ranks.count(failed):
             raise OutOfMemory
 
@@ -346,8 +350,9 @@ class Pass:
             hidden.backward(torch.zeros_like(hidden))
 
     def _collect(self) -> None:
-        for job in self._jobs:
-            job.state.collect()
+        if self._backward:
+            for job in self._jobs:
+                job.state.collect()
 
     def _gather(self) -> None:
         """Gathers by a sum, exact to the bit: each datum counts on one rank and is zero on the others."""

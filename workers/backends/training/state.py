@@ -63,7 +63,8 @@ class ModelState(Protocol):
         ...
 
     def collect(self) -> None:
-        """Collects the gradients of a round of micro-batches. Every rank has finished the round, backward too."""
+        """Collects the gradients of a round of micro-batches. Called when this rank has finished the round, or, after
+        `drop_found`, when its memory ran out."""
         ...
 
     def sum_found(self) -> None:
