@@ -91,6 +91,15 @@ MUTANTS = (
         "tests/unit/workers/backends/sampling/vllm/test_vllm_setup.py::test_latent_attention_is_refused_on_a_cpu",
     ),
     Mutant(
+        "vllm: no sampler that nvcc compiles at the start",
+        "workers/backends/sampling/vllm/engine.py",
+        'os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")',
+        "pass",
+        "--confcutdir=tests/unit/workers/backends/sampling "
+        "tests/unit/workers/backends/sampling/vllm/test_vllm_names.py"
+        "::test_on_a_gpu_vllm_takes_no_sampler_that_it_must_compile",
+    ),
+    Mutant(
         "vllm: heads that its CPU kernels lack are refused",
         "workers/backends/sampling/vllm/engine.py",
         "    if missing:\n",

@@ -302,6 +302,9 @@ def set_environment(settings: BaseModelSettings) -> None:
     os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(Path(__file__).with_name("vllm_logging.json")))
     # A forked child of a process with threads can hang.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    # FlashInfer's sampler serves no seeded request, and all of ours are seeded. vLLM 0.32 runs it at the start all the
+    # same, to measure its memory, and FlashInfer then compiles it with nvcc, which not every machine has.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     sources = (settings.path, settings.tokenizer or settings.path)
     if all(Path(local_path(source)).exists() for source in sources):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")

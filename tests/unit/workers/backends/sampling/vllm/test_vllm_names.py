@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import pytest
 from vllm import AsyncEngineArgs, SamplingParams
+from vllm.platforms import current_platform
 
 from app.settings import BaseModelSettings
 from app.settings.workers import SPECULATION
-from workers.backends.sampling.vllm.engine import engine_args
+from workers.backends.sampling.vllm.engine import engine_args, set_environment
 
 _ADD_LORA = ("self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale")
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
@@ -138,6 +140,17 @@ def test_the_first_sampler_computes_the_logprobs_before_it_changes_the_logits():
     """The mask of a grammar is applied between the two."""
     source = inspect.getsource(find("vllm.v1.sample.sampler Sampler.forward"))
     assert 0 < source.index("self.compute_logprobs(logits)") < source.index("self.apply_logits_processors(")
+
+
+def test_on_a_gpu_vllm_takes_no_sampler_that_it_must_compile(monkeypatch: pytest.MonkeyPatch):
+    """Neither of its two model runners takes FlashInfer's."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    set_environment(BaseModelSettings(name="base", path="/m"))
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
+    sampler = find("vllm.v1.sample.ops.topk_topp_sampler TopKTopPSampler")()
+    assert sampler.forward == sampler.forward_native
+    assert "self.use_flashinfer = " in inspect.getsource(find("vllm.v1.worker.gpu.sample.sampler Sampler.__init__"))
+    assert not find("vllm.v1.worker.gpu.sample.sampler flashinfer_sampler_supported")()
 
 
 def test_a_request_takes_the_parameters():

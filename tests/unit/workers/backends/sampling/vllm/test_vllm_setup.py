@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,7 @@ from workers.backends.sampling.vllm.engine import (
     check_query_scaling,
     engine_args,
     lora_rank,
+    set_environment,
 )
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE
 from workers.models import base_model
@@ -65,6 +67,13 @@ def test_a_vllm_that_cannot_be_imported_is_a_setup_error_that_names_the_cause(tm
     engine.check_install()
     with pytest.raises(SetupError, match=r"vLLM is installed but cannot be imported: libcudart\.so\.99: cannot open"):
         engine.check_import()
+
+
+@pytest.mark.parametrize("own", [None, "1"])
+def test_flashinfers_sampler_which_nvcc_compiles_is_off_unless_the_operator_turns_it_on(own, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"VLLM_USE_FLASHINFER_SAMPLER": own} if own else {})
+    set_environment(BaseModelSettings(name="n", path="~/m"))
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == (own or "0")
 
 
 class Uninspected(BaseModel):
