@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -225,6 +226,7 @@ def test_an_adapter_with_nan_weights_fails_its_own_requests_alone(sampler, refer
 def test_describe_says_what_runs(sampler):
     described = sampler.describe()
     assert described["sampler"] in ("TransformersSampler", "VllmSampler")
-    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    device = f"cuda:{first or 0}" if torch.cuda.is_available() else "cpu"
     assert (described["dtype"], described["devices"]) == ("float32", [device])
     assert described["adapters"] == sorted(ADAPTERS)

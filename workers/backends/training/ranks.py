@@ -98,13 +98,6 @@ class RankGroup:
             dist.destroy_process_group()
 
 
-def bound_gpus(ranks: int) -> list[str]:
-    """Names the GPUs of this machine's ranks by the numbers they are bound to (workers/cli.py), else counts them."""
-    bound = os.environ.get("CUDA_VISIBLE_DEVICES")
-    numbers = bound.split(",") if bound else map(str, range(ranks))
-    return [f"cuda:{number}" for number in list(numbers)[:ranks]]
-
-
 def control_group() -> Any:
     """Makes a gloo group over all ranks. A collective; the default group must exist."""
     return dist.new_group(backend="gloo", timeout=_CONTROL_DEADLINE)

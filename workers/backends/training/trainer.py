@@ -18,6 +18,7 @@ from app.domain.records import BaseModelInfo
 from app.domain.results import Done, OptimStepOutput, Output
 from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
+from workers.backends import devices
 from workers.backends.failures import StallDetector, ran_out_of_memory
 from workers.backends.training.base import BackendOp, Create, Load, Writer
 from workers.backends.training.batch_ops import Job, fetch
@@ -25,7 +26,7 @@ from workers.backends.training.engine import Engine
 from workers.backends.training.full_state import ComputeCopy, FullFinetuneModels
 from workers.backends.training.optimizer import step_all
 from workers.backends.training.passes import OutOfMemory, Pass
-from workers.backends.training.ranks import bound_gpus, total_norms
+from workers.backends.training.ranks import total_norms
 from workers.backends.training.state import AdapterModels, Models, ModelState, Residency, read_gradients
 from workers.models import lora
 from workers.models.base_model import LoadedBase
@@ -111,7 +112,7 @@ class Trainer(ABC):
             "backend": self._settings.trainer.backend,
             "ranks": ranks.size,
             "dtype": base.info.dtype,
-            "devices": [str(base.device)] * ranks.size if base.device.type == "cpu" else bound_gpus(ranks.size),
+            "devices": devices.names(base.device.type, ranks.size),
             "micro_batch_tokens": self._micro_batch_tokens,
             "fused_kernels": self._engine.hidden_states.fused,
             "models": len(self._states),

@@ -21,6 +21,7 @@ from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import ServerOpError
 from app.settings import BaseModelSettings
+from workers.backends import devices
 from workers.backends.failures import StallDetector
 from workers.backends.sampling import vocabulary
 from workers.backends.sampling.base import BATCH, Aborted, RequestHandle, check_request
@@ -93,7 +94,7 @@ class TransformersSampler:
         return {
             "sampler": type(self).__name__,
             "dtype": self._base.info.dtype,
-            "devices": [str(self._base.device)],
+            "devices": devices.names(self._base.device.type),
             "adapters": self._weights.ids(),
         }
 

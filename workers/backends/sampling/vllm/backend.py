@@ -21,6 +21,7 @@ from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import OpError, ServerOpError, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
+from workers.backends import devices
 from workers.backends.sampling import token_sampler, vocabulary
 from workers.backends.sampling.base import RequestHandle, check_request, token_limit
 from workers.backends.sampling.vllm import engine as vllm_engine
@@ -117,11 +118,12 @@ class VllmSampler:
 
     def describe(self) -> Mapping[str, Any]:
         config = self._engine.engine.vllm_config
+        ranks = config.parallel_config.tensor_parallel_size
         return {
             "sampler": type(self).__name__,
             "dtype": self._model_info.dtype,
-            "devices": [config.device_config.device_type],
-            "tensor_parallel": config.parallel_config.tensor_parallel_size,
+            "devices": devices.names(config.device_config.device_type, ranks),
+            "tensor_parallel": ranks,
             "adapters": self._weights.ids(),
         }
 

@@ -8,7 +8,6 @@ import torch
 from app.errors import SetupError
 from app.settings import TrainerSettings
 from workers.backends.training.backends import rank_device
-from workers.backends.training.ranks import bound_gpus
 
 
 @pytest.fixture
@@ -46,13 +45,6 @@ def test_a_rank_without_a_gpu_is_a_setup_error(
         rank_device(TrainerSettings(devices=(7, 3, 9)))
     with pytest.raises(SetupError, match=r"rank 2 has no GPU: torch sees 2 here"):
         rank_device(TrainerSettings())
-
-
-def test_the_gpus_of_ranks_are_reported_by_the_numbers_they_are_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,3,9")
-    assert bound_gpus(2) == ["cuda:7", "cuda:3"]
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert bound_gpus(2) == ["cuda:0", "cuda:1"]
 
 
 def test_a_rank_on_a_cpu_has_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
