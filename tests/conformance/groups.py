@@ -1,6 +1,6 @@
 """Groups of ranks, two unless more are wanted.
 
-Each rank is forked from a process that has imported torch, DeepSpeed and the backends, which takes 7 s.
+On a CPU each rank is forked from a process that has imported torch, DeepSpeed and the backends, which takes 7 s.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable
+
+import torch
 
 from tests.servers import free_port
 
@@ -23,7 +25,8 @@ _HEAVY = [
 
 def run_group(main: Callable[..., object], *arguments: str, size: int = 2) -> list[int | None]:
     """Exit codes of the ranks that run it; None for a rank that did not end in time."""
-    context = multiprocessing.get_context("forkserver")
+    # DeepSpeed asks for GPUs when it is imported, and a process that has done so cannot use them in its forks.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(_HEAVY)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     place = {"WORLD_SIZE": str(size), **address, "OMP_NUM_THREADS": "1"}
@@ -41,8 +44,6 @@ def run_group(main: Callable[..., object], *arguments: str, size: int = 2) -> li
 
 
 def _run(place: dict[str, str], main: Callable[..., object], arguments: tuple[str, ...]) -> None:
-    import torch
-
     os.environ.update(place)
     torch.set_num_threads(1)  # OMP_NUM_THREADS was read before the fork
     main(*arguments)

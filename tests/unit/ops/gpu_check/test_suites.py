@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
+
 from ops.gpu_check.suites import SUITES, Suite, run
 
 ROOT = Path(__file__).parents[4]
@@ -42,5 +45,23 @@ def test_a_suite_without_its_packages_is_left_out_by_their_name(tmp_path: Path) 
     }
 
 
+def test_a_suite_for_more_gpus_than_there_are_is_left_out_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for gpus in (2, 3):
+        found = run(Suite(suite(tmp_path, "def test_a(): ...").tests, ["pytest"], gpus), tmp_path, DEADLINE_S)
+        assert found.get("left out") == (None if gpus == 2 else "needs 3 GPUs, and torch sees 2")
+        assert found.get("ok") == (True if gpus == 2 else None)
+
+
 def test_the_tests_of_every_suite_are_there() -> None:
-    assert all((ROOT / suite.tests[0]).exists() for suite in SUITES.values())
+    for suite in SUITES.values():
+        assert all((ROOT / one).exists() for one in suite.tests if one.startswith("tests/"))
+
+
+def test_the_suite_of_ranks_has_a_test_of_each_file_and_a_gpu_for_each_of_two_ranks() -> None:
+    *files, _, chosen = SUITES["ranks"].tests
+    name, *_ = chosen.split()
+    assert all(f"{name}(" in (ROOT / file).read_text() for file in files)
+    assert SUITES["ranks"].gpus == 2
