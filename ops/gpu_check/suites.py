@@ -42,7 +42,10 @@ SUITES: Mapping[str, Suite] = {
     "parity": Suite([f"tests/parity/test_{name}.py" for name in ("training", "tenants", "bf16", "memory")], _TORCH),
     "architectures": Suite(["tests/parity/test_architectures.py"], _TORCH),
     "optimizer": Suite(["tests/parity/test_optimizer.py"], _TORCH),
-    "zero": Suite(["tests/conformance/test_training_backend.py", "-k", "zero"], (*_TORCH, *_SERVED, "deepspeed")),
+    "zero": Suite(
+        ["tests/parity/test_zero.py", "tests/conformance/test_training_backend.py", "-k", "zero"],
+        (*_TORCH, *_SERVED, "deepspeed"),
+    ),
     "ranks": Suite(
         [*(f"tests/conformance/test_{name}.py" for name in _OF_RANKS), "-k", _TWO_RANKS],
         (*_TORCH, *_SERVED, "deepspeed"),

@@ -22,13 +22,19 @@ STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.1, grad
 
 
 def open_trainer(
-    base: Path, dtype: str = "float32", *, micro_batch_tokens: int = 64, checkpointing: bool = False
+    base: Path,
+    dtype: str = "float32",
+    *,
+    micro_batch_tokens: int = 64,
+    checkpointing: bool = False,
+    zero_stage: int | None = None,
 ) -> Trainer:
+    """Opens a trainer of plain torch, or with `zero_stage` one of DeepSpeed."""
     torch.set_num_threads(1)
     settings = {
-        "backend": "torch",
         "micro_batch_tokens": micro_batch_tokens,
         "activation_checkpointing": checkpointing,
+        **({"backend": "torch"} if zero_stage is None else {"backend": "deepspeed", "zero_stage": zero_stage}),
     }
     trainer = backends.create(BaseModelSettings(name="tiny", path=str(base), dtype=dtype, trainer=settings))
     trainer.open()

@@ -60,6 +60,11 @@ def test_the_tests_of_every_suite_are_there() -> None:
         assert all((ROOT / one).exists() for one in suite.tests if one.startswith("tests/"))
 
 
+@pytest.mark.parametrize("name", ["parity", "zero"])
+def test_both_backends_are_compared_with_peft(name: str) -> None:
+    assert any(one.startswith("tests/parity/") for one in SUITES[name].tests)
+
+
 def test_the_suite_of_ranks_has_a_test_of_each_file_and_a_gpu_for_each_of_two_ranks() -> None:
     *files, _, chosen = SUITES["ranks"].tests
     name, *_ = chosen.split()
