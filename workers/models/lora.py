@@ -90,8 +90,8 @@ Segments = Sequence[tuple[Adapter | None, int]]
 class StackedSegments(tuple[tuple[Adapter | None, int], ...]):
     """Segments with the stacks of their adapters for grouped products, made at their first use and then kept.
 
-    So a pass stacks the adapters once, and layers that are computed again share the stacks. The adapters' weights must
-    not change as long as the segments are used.
+    So a micro-batch stacks the adapters once, and layers that are computed again share the stacks. The adapters'
+    weights must not change as long as the segments are used.
     """
 
     def __init__(self, segments: Iterable[tuple[Adapter | None, int]] = ()) -> None:
