@@ -24,6 +24,8 @@ _STACK = (*_SERVED, "flask", "gunicorn", "deepspeed")
 _OF_RANKS = ("training_ranks", "full_ranks", "sequence_parallel", "tensor_parallel")
 # Those of two ranks, with a GPU each: NCCL takes no second one on a GPU, where two hosts of one machine put theirs.
 _TWO_RANKS = "equal_one_process and not hosts and not -4] and not llama-trainer4]"
+# An engine of vLLM takes memory that others take at its start for its own.
+_ONE_BY_ONE = ("-n", "0")
 # What the benches of ops/gpu_check/serving.py need.
 SERVED: dict[str, Sequence[str]] = {"handover": _STACK, "sampling": (*_STACK, "vllm")}
 
@@ -51,7 +53,10 @@ SUITES: Mapping[str, Suite] = {
         (*_TORCH, *_SERVED, "deepspeed"),
         gpus=2,
     ),
-    "vllm": Suite(["tests/conformance/test_sampler_backend.py", "-k", "vllm"], (*_TORCH, *_SERVED, "vllm")),
+    "vllm": Suite(
+        ["tests/conformance/test_sampler_backend.py", "-k", "vllm", *_ONE_BY_ONE], (*_TORCH, *_SERVED, "vllm")
+    ),
+    "vllm-ranks": Suite(["tests/conformance/test_sampler_ranks.py", *_ONE_BY_ONE], (*_TORCH, *_SERVED, "vllm"), gpus=2),
     "chaos": Suite(["tests/gpu/test_chaos.py"], (*_TORCH, *_SERVED, "deepspeed")),
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ops.gpu_check import suites
 from ops.gpu_check.suites import SUITES, Suite, run
 
 ROOT = Path(__file__).parents[4]
@@ -58,6 +59,15 @@ def test_a_suite_for_more_gpus_than_there_are_is_left_out_with_both_numbers(
 def test_the_tests_of_every_suite_are_there() -> None:
     for suite in SUITES.values():
         assert all((ROOT / one).exists() for one in suite.tests if one.startswith("tests/"))
+
+
+def test_the_tests_of_vllm_run_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that start together take each other's memory for their own."""
+    (options,) = {tuple(one.tests[-2:]) for one in SUITES.values() if "vllm" in one.needs}
+    monkeypatch.setattr(suites, "_PROCESSES", 2)
+    test = 'def test_a(): assert "PYTEST_XDIST_WORKER" not in os.environ'
+    found = run(Suite([*suite(tmp_path, test).tests, *options], ["pytest"]), tmp_path, DEADLINE_S)
+    assert (found["ok"], found["tests"]) == (True, 1)
 
 
 @pytest.mark.parametrize("name", ["parity", "zero"])
