@@ -23,10 +23,11 @@ from ops.bench.bare_trainer import BareTrainer
 from tests.budgets.accelerator import DEVICE, Counts, counted
 from tests.models import byte_tokenizer
 from tests.parity.architectures import build
-from workers.backends.training import attention, backends
+from workers.backends.training import attention, backends, lm_head
 from workers.backends.training.attention import packed_attention
 from workers.backends.training.memory import _kept_bytes
 from workers.backends.training.packing import runs_of
+from workers.models import fused
 
 _VOCABULARY = 320
 
@@ -38,6 +39,7 @@ class Case:
     tenants: int
     lengths: Sequence[int]
     family: str = "qwen3"
+    fused: bool = False
 
     def counts(self, folder: Path, layers: int) -> Counts:
         trainer = self._trainer(folder, layers)
@@ -78,6 +80,7 @@ class Case:
 
     def _trainer(self, folder: Path, layers: int) -> BareTrainer:
         backends.rank_device = lambda settings: DEVICE
+        fused.usable = fused._on_gpu = lambda place: self.fused
         return BareTrainer(_settings(folder, self.family, layers), self.tenants, rank=8)
 
     def _shares(self) -> list[Sequence[int]]:
@@ -94,6 +97,7 @@ CASES = {
     "16 uneven tenants, experts": Case(16, _UNEVEN, "qwen3-moe"),
     "1 tenant, 16 uneven datums, sinks": Case(1, _UNEVEN, "gpt-oss"),
 }
+FUSED = {"1 tenant": Case(1, _UNEVEN, fused=True), "16 uneven tenants": Case(16, _UNEVEN, fused=True)}
 
 
 def _operation(lengths: Sequence[int]) -> ForwardBackward:
@@ -134,6 +138,11 @@ def _measured_steps(case: Case, folder: Path) -> dict[str, Any]:
     return {"kernels": counts.kernels.total(), "waits": counts.waits.total()}
 
 
+def _layer_kernels(case: Case, folder: Path) -> int:
+    one, two = (case.counts(folder, layers).kernels.total() for layers in (1, 2))
+    return two - one
+
+
 def _attention_error(window: int | None, *, sinks: bool = False, own_call: int = attention._OWN_CALL) -> float:
     """The largest relative error, in bf16, of attention on the stand-in and of its gradients, against fp32 on a CPU.
 
@@ -155,12 +164,14 @@ def _attention_error(window: int | None, *, sinks: bool = False, own_call: int =
 
 
 if __name__ == "__main__":
+    lm_head._compiled = lambda: lm_head._exponentials  # torch compiles nothing for the stand-in
     with TemporaryDirectory() as made, counted():
         counts = {name: _measured(case, Path(made)) for name, case in CASES.items()}
+        fused_layers = {name: _layer_kernels(case, Path(made)) for name, case in FUSED.items()}
         errors = {str(window): _attention_error(window) for window in (None, 3, 8)}
         errors |= {f"{window}, sinks": _attention_error(window, sinks=True) for window in (None, 3, 8)}
         errors["a call for each length"] = _attention_error(None, own_call=1)
         steps = {name: _measured_steps(CASES[name], Path(made)) for name in ("1 tenant", "16 uneven tenants")}
         captures = [CASES["1 tenant"].capture_waits(Path(made), layers) for layers in (1, 2)]
-        found = {"counts": counts, "steps": steps, "captures": captures, "attention errors": errors}
-        print(json.dumps(found))
+        found = {"counts": counts, "steps": steps, "captures": captures, "fused layers": fused_layers}
+        print(json.dumps(found | {"attention errors": errors}))

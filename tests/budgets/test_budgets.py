@@ -80,6 +80,13 @@ def test_a_layer_with_16_tenants_has_few_more(counts: Counts) -> None:
     assert counts["16 uneven tenants"]["layer"] == counts["16 tenants"]["layer"]
 
 
+def test_a_layer_of_fused_kernels_has_at_most_120(measured: dict[str, Any]) -> None:
+    """The default on a GPU, where `tests/gpu` counts them again. With 16 tenants it has 52 more: its 42 products with
+    adapters are grouped, which takes two kernels each, and ten are for the adapters' stacks and norms."""
+    assert measured["fused layers"]["1 tenant"] <= 120
+    assert measured["fused layers"]["16 uneven tenants"] <= 151
+
+
 def test_a_layer_attends_once_whatever_the_lengths_of_its_datums(counts: Counts) -> None:
     assert {case["attention"] for case in counts.values()} == {1}
     assert counts["1 tenant, uneven datums"]["layer"] == counts["1 tenant"]["layer"]
