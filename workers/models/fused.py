@@ -19,6 +19,7 @@ from torch import Tensor
 from workers.models.coverage import has_experts
 
 log = logging.getLogger(__name__)
+_WITHOUT = "no fused kernels, so layers take half as much time again"
 _ROTATE = "apply_rotary_pos_emb"
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 """Maps query and key [B, heads, T, D], cos and sin [B, T, D] to the turned query and key."""
@@ -26,7 +27,13 @@ Rotate = Callable[..., tuple[Tensor, Tensor]]
 
 def usable(device: torch.device) -> bool:
     """Returns whether the kernels run on `device`. If they should but do not, the log says why and what to do."""
-    if device.type != "cuda" or find_spec("liger_kernel") is None:
+    if device.type != "cuda":
+        return False
+    if find_spec("liger_kernel") is None:
+        log.warning(
+            "%s: liger-kernel is not installed. Run `pip install liger-kernel`, or `make setup GPU=1` in a checkout",
+            _WITHOUT,
+        )
         return False
     from liger_kernel.ops import LigerRMSNormFunction
 
@@ -34,8 +41,8 @@ def usable(device: torch.device) -> bool:
         LigerRMSNormFunction.apply(torch.ones(1, 8, device=device), torch.ones(8, device=device), 1e-6)
     except Exception as error:  # Triton compiles when a kernel is first used, and passes on any error
         log.warning(
-            "no fused kernels, so layers take half as much time again: Triton cannot compile (%s). It needs a C "
-            "compiler and Python's headers: apt install gcc python3-dev",
+            "%s: Triton cannot compile (%s). It needs a C compiler and Python's headers: apt install gcc python3-dev",
+            _WITHOUT,
             error,
         )
         return False

@@ -49,7 +49,10 @@ def test_kernels_that_cannot_run_are_left_out_with_the_cause_and_the_remedy(capl
     assert "apt install gcc python3-dev" in caplog.text
 
 
-def test_without_liger_kernel_there_are_none(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_liger_kernel_there_are_none_and_the_log_says_how_to_install_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fused, "find_spec", lambda name: None)
     assert not fused.usable(torch.device("cuda"))
-    assert not caplog.records
+    assert len(caplog.records) == 1
+    assert "pip install liger-kernel" in caplog.text
