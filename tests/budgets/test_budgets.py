@@ -87,6 +87,13 @@ def test_a_layer_of_fused_kernels_has_at_most_120(measured: dict[str, Any]) -> N
     assert measured["fused layers"]["16 uneven tenants"] <= 151
 
 
+def test_head_and_losses_have_few_kernels_for_each_tenant(counts: Counts) -> None:
+    """They are all kernels outside of layers. Each Op has its own loss with own settings and results, which take 49,
+    and the head's adapters are 17 each. Targets reach the device once for all Ops."""
+    assert counts["1 tenant"]["rest"] <= 140
+    assert max(case["rest"] for case in counts.values()) <= 140 + 15 * 66
+
+
 def test_a_layer_attends_once_whatever_the_lengths_of_its_datums(counts: Counts) -> None:
     assert {case["attention"] for case in counts.values()} == {1}
     assert counts["1 tenant, uneven datums"]["layer"] == counts["1 tenant"]["layer"]

@@ -174,7 +174,8 @@ class Job:
         custom = CustomLossRun(op.custom, op.batch) if op.custom else None
         # The metric names are fixed beforehand: a rank without a datum of this Op sums with the ranks that have some.
         metrics = custom.metrics if custom else _metrics(op, inputs)
-        datums = {name: torch.zeros(len(op.batch), device=device) for name in ("bad", "loss:sum", *metrics)}
+        names = ("bad", "loss:sum", *metrics)
+        datums = dict(zip(names, torch.zeros(len(names), len(op.batch), device=device), strict=True))
         given = None if op.batch.routes is None else Column(op.batch.routes)
         return cls(op, state, Column(op.batch.tokens), inputs, scores, datums, custom, given)
 

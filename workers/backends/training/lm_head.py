@@ -178,7 +178,7 @@ class LmHead:
             self.gradient.add(scored.exps.t() @ (scored.hidden.float() * factor).to(scored.hidden.dtype))
         found = (scored.exps @ self.weight).float().mul_(factor)
         for part in scored.parts:
-            found[part.rows] += self._back_through(part, scored, factor[part.rows])
+            found[part.rows].add_(self._back_through(part, scored, factor[part.rows]))
         return found.to(scored.hidden.dtype)
 
     def _products(self, hidden: Tensor, segments: Segments) -> tuple[Tensor, list[Part]]:
@@ -234,13 +234,15 @@ class LmHead:
         return torch.full_like(share, self.rule.scale)
 
     def _back_through(self, part: Part, scored: Scored, factor: Tensor) -> Tensor:
-        """Returns a pair's share of the gradient in the hidden states, fp32; its own gradient goes to `.grad`."""
+        """Returns a pair's share of the gradient in the hidden states; its own gradient goes to `.grad`.
+
+        Products with `factor`, which is fp32, are fp32."""
         pair = part.adapter.pairs[self.path]
         exps, hidden = scored.exps[part.rows], scored.hidden[part.rows]
-        low_gradient = ((exps @ part.b).float() * (factor * part.adapter.scaling)).to(hidden.dtype)
+        low_gradient = ((exps @ part.b) * (factor * part.adapter.scaling)).to(hidden.dtype)
         _add_grad(pair.a, low_gradient.t() @ hidden)
-        _add_grad(pair.b, exps.t() @ (part.low.float() * factor).to(hidden.dtype))
-        return (low_gradient @ part.a).float()
+        _add_grad(pair.b, exps.t() @ (part.low * factor).to(hidden.dtype))
+        return low_gradient @ part.a
 
 
 def _exponentials(products: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from workers.backends.failures import ran_out_of_memory
 from workers.backends.training.batch_ops import Column, Job, MicroBatch, Share, asks_entropy, cut
@@ -287,13 +287,13 @@ class Pass:
         return self._sequence.own(sum(block.lengths))
 
     def _targets(self, block: MicroBatch) -> Tensor:
-        """Returns int64 [T, widest K], 0 where a datum's K is smaller."""
+        """Returns int64 [T, widest K], 0 where a datum's K is smaller. One copy to the device for all Ops."""
         parts = []
         for share in block.shares:
             column = self._jobs[share.op].inputs["target_tokens"]
-            parts.append(self._block(column, share).flatten(0, 1)[self._places(share)])
+            parts.append(column.block(share.datums, max(share.lengths))[_no_padding(share)])
         widest = max(part.shape[1] for part in parts)
-        return torch.cat([nn.functional.pad(part, (0, widest - part.shape[1])) for part in parts])
+        return self._moved(np.concatenate([np.pad(part, ((0, 0), (0, widest - part.shape[1]))) for part in parts]))
 
     def _losses(self, block: MicroBatch, scores: Tensor, entropy: Tensor | None) -> Tensor:
         """Records the losses of these scores; returns their gradient in the scores, fp32 [T, K]."""
@@ -315,7 +315,7 @@ class Pass:
         where = job.scored.positions(share.datums, max(share.lengths))
         real = where >= 0
         job.scores[self._moved(where[real])] = padded.flatten()[self._moved(np.flatnonzero(real))]
-        inputs = {name: self._block(column, share) for name, column in job.inputs.items()}
+        inputs = {name: self._block(each, share) for name, each in job.inputs.items() if each is not job.scored}
         entropies = None if entropy is None else _padded(entropy, places, share)
         found = job.evaluate(share.datums, padded, inputs, self._moved(real), entropies)
         return job.note(self._moved(share.datums), found).flatten(0, 1)[places]
@@ -328,7 +328,7 @@ class Pass:
 
         Made on the host: to pick by a mask, the host would wait for a GPU to count it.
         """
-        return self._moved(np.flatnonzero(np.arange(max(share.lengths)) < np.array(share.lengths)[:, None]))
+        return self._moved(np.flatnonzero(_no_padding(share)))
 
     def _moved(self, array: np.ndarray) -> Tensor:
         return moved(torch.from_numpy(array), self._device)
@@ -364,6 +364,12 @@ class Pass:
         if self._backward:
             for job in self._jobs:
                 job.state.sum_found()
+
+
+def _no_padding(share: Share) -> np.ndarray:
+    """Returns bool [datums, longest]: False for padding."""
+    found: np.ndarray = np.arange(max(share.lengths)) < np.array(share.lengths)[:, None]
+    return found
 
 
 def _padded(rows: Tensor, places: Tensor, share: Share) -> Tensor:
