@@ -1,4 +1,5 @@
-"""Trains on a stand-in for a GPU, where an operation on tensors of two devices is an error, and prints errors as JSON.
+"""Trains on a stand-in for a GPU, where an operation on tensors of two devices is an error, and prints errors and waits
+as JSON.
 
 Every family in bf16, and every loss, kind of model and setting that brings other tensors to the device. It has a
 process of its own, as `tests.budgets` has.
@@ -35,12 +36,14 @@ from workers.models import base_model, experts, lora
 from workers.models.tensor_parallel import SplitLayers
 
 Ops = Sequence[ForwardBackward]
+Trained = tuple[Trainer, int]
+"""A trainer, and how often the host waited for the device in its last pass, which is of one micro-batch."""
 _STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0))
 _UNEVEN = (23, 9, 40), (9, 3, 3)
 _LAYERS, _EXPERTS = 2, 4  # of every case in tests/parity/architectures.py
 
 
-def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Trainer]]]:
+def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Trained]]]:
     """Yields each case by name, with what trains it."""
     for case in architectures.CASES:
         yield case, partial(_trained, architectures.build(case, folder / case), _ops("cross_entropy"))
@@ -82,7 +85,7 @@ def _routed(op: ForwardBackward) -> ForwardBackward:
 
 def _trained(
     base: Path, ops: Ops, *, dtype: str = "bfloat16", critic: bool = False, full: bool = False, **settings: Any
-) -> Trainer:
+) -> Trained:
     """Two passes and a step of a model for each Op, which share the passes. The first model is saved and read between
     the passes."""
     named = BaseModelSettings(name="tests", path=str(base), dtype=dtype, trainer={"backend": "torch", **settings})
@@ -96,12 +99,13 @@ def _trained(
     with TemporaryDirectory() as saved:
         trainer.capture("m0", optimizer=True, gradients=True)(Path(saved))
         _apply(trainer, {"m0": Create(None, Path(saved), optimizer=True, critic=critic, gradients=True)})
-    _apply(trainer, models)
+    with counted() as counts:
+        _apply(trainer, models)
     _apply(trainer, dict.fromkeys(models, _STEP))
-    return trainer
+    return trainer, counts.waits.total()
 
 
-def _in_part(base: Path) -> Any:
+def _in_part(base: Path) -> tuple[Any, int]:
     """A pass of the part of the layers that one rank of two keeps. It is not added to the other part."""
     named = BaseModelSettings(name="tests", path=str(base), dtype="bfloat16")
     layers = SplitLayers(base_model.skeleton(named), 1, 2, None)
@@ -115,7 +119,7 @@ def _in_part(base: Path) -> Any:
     hidden_states(tokens, (10, 14), [(layers.own(adapter), 1) for adapter in adapters]).float().sum().backward()
     gradients = [tensor.grad for adapter in adapters for pair in adapter.pairs.values() for tensor in (pair.a, pair.b)]
     states = {"gradients": SimpleNamespace(tensors=lambda: [one for one in gradients if one is not None])}
-    return SimpleNamespace(_engine=SimpleNamespace(base=loaded), _states=states)
+    return SimpleNamespace(_engine=SimpleNamespace(base=loaded), _states=states), 0
 
 
 def _apply(trainer: Trainer, ops: Mapping[str, BackendOp]) -> None:
@@ -124,23 +128,23 @@ def _apply(trainer: Trainer, ops: Mapping[str, BackendOp]) -> None:
             raise outcome
 
 
-def _error(run: Callable[[], Any]) -> str:
-    """The first error of a case, or the tensors of the trainer that are not on the device; "" for none."""
+def _result(run: Callable[[], Trained]) -> tuple[str, int]:
+    """The first error of a case, or the tensors of the trainer that are off the device, "" for none; and its waits."""
     try:
-        trainer = run()
+        trainer, waits = run()
     except Exception as error:
-        return repr(error)[:300]
+        return repr(error)[:300], 0
     model = trainer._engine.base.model
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, state in trainer._states.items():
         tensors |= {f"{name} {number}": tensor for number, tensor in enumerate(state.tensors())}
-    return ", ".join(name for name, tensor in tensors.items() if tensor.device != DEVICE)[:300]
+    return ", ".join(name for name, tensor in tensors.items() if tensor.device != DEVICE)[:300], waits
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     backends.rank_device = lambda settings: DEVICE
     with TemporaryDirectory() as made, counted():
-        found = {name: _error(run) for name, run in cases(Path(made))}
-        found["two devices"] = _error(lambda: torch.ones(2, device=DEVICE) + torch.ones(2))
-        print(json.dumps(found))
+        results = {name: _result(run) for name, run in cases(Path(made))}
+        results["two devices"] = _result(lambda: torch.ones(2, device=DEVICE) + torch.ones(2))
+        print(json.dumps(results))

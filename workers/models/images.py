@@ -22,6 +22,7 @@ from transformers import AutoImageProcessor
 from app.domain.images import MAX_PIXELS, Image
 from app.errors import SetupError, UserOpError
 from workers.backends.failures import ran_out_of_memory
+from workers.backends.training.ranks import moved
 
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """The model types of configurations whose models this module knows: M-RoPE positions, features from
@@ -192,12 +193,12 @@ def logits(model: Any, keep: int, **arguments: Any) -> Tensor:
 
 def embed(model: Any, tokens: Tensor, picture: Picture) -> Embedded:
     """Returns the language model's inputs for int64 [T] tokens with images, on their device."""
-    body = model.base_model
+    body, device = model.base_model, tokens.device
     embeddings = model.get_input_embeddings()(tokens)
     with torch.no_grad():
-        seen = body.get_image_features(picture.pixels.to(tokens.device), picture.grids.to(tokens.device))
+        seen = body.get_image_features(moved(picture.pixels, device), moved(picture.grids, device))
     features = torch.cat(seen.pooler_output).to(embeddings)
-    where = picture.where.to(tokens.device)
+    where = moved(picture.where, device)
     embeddings = embeddings.masked_scatter(where[:, None], features)
     deepstack = [torch.cat(layer) for layer in getattr(seen, "deepstack_features", None) or ()]
-    return Embedded(embeddings, where, picture.positions.to(tokens.device), deepstack)
+    return Embedded(embeddings, where, moved(picture.positions, device), deepstack)

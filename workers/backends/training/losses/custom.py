@@ -25,6 +25,7 @@ from app.domain.losses import FUNCTION, CustomLoss, LossCall
 from app.domain.ops import Batch
 from app.errors import UserOpError
 from workers.backends.training.losses.custom_budget import MAX_WORK, Budget
+from workers.backends.training.ranks import moved
 
 _LONGEST_TEXT = 300
 
@@ -56,24 +57,22 @@ class CustomLossRun:
         """Returns (losses [n], each metric [n], gradient [n, L, K]) on the device of `logprobs`.
 
         `logprobs` are fp32 [n, L, K] with padding. A datum that fails has a loss of NaN and no gradient; `explain`
-        gives the reason.
+        gives the reason. The host waits for the logprobs, and not for the copies back.
         """
         host = logprobs.detach().cpu()
         gradient = torch.zeros_like(host)
-        losses = torch.full((len(datums),), torch.nan)
-        metrics = {name: torch.zeros(len(datums)) for name in self.metrics}
+        values = torch.zeros(1 + len(self.metrics), len(datums))  # the losses and each metric
+        values[0] = torch.nan
         for row, datum in enumerate(datums.tolist()):
             where = self._where(row, datum)
             try:
                 found = self.differentiate(datum, host[where].contiguous())
             except UserOpError:
                 continue
-            losses[row] = found.loss
+            values[:, row] = torch.tensor([found.loss, *(found.metrics[name] for name in self.metrics)])
             gradient[where] = found.gradient
-            for name, value in found.metrics.items():
-                metrics[name][row] = value
-        device = logprobs.device
-        return losses.to(device), {name: found.to(device) for name, found in metrics.items()}, gradient.to(device)
+        losses, *metrics = moved(values, logprobs.device)
+        return losses, dict(zip(self.metrics, metrics, strict=True)), moved(gradient, logprobs.device)
 
     def explain(self, datum: int, logprobs: Tensor) -> None:
         """Raises the UserOpError that made a datum fail; `logprobs` are those of the Op, end to end."""
