@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from app.domain.ops import LoraSpec
-from workers.backends.training import passes
+from workers.backends.training import lm_head, passes
 from workers.backends.training.lm_head import ChunkSizes, LmHead, LogitRule, Scored
 from workers.backends.training.passes import PolicyOutputs
 from workers.models.lora import Adapter, LoraPair
@@ -44,14 +45,20 @@ def by_hand(
     return torch.log_softmax(logits, -1).gather(-1, targets)
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(
+    ("rule", "fused"),
+    [*((rule, False) for rule in RULES.values()), (LogitRule(), True)],
+    ids=[*RULES, "plain, compiled as on a GPU"],
+)
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("zeros", [0, 3, 20])
 @pytest.mark.parametrize(("chunk", "kept"), [(64, 2**26), (7, 2**26), (7, 0)], ids=["one", "several", "made again"])
 def test_logprobs_and_all_gradients_equal_log_softmax(
-    monkeypatch: pytest.MonkeyPatch, rule: LogitRule, width: int, zeros: int, chunk: int, kept: int
+    monkeypatch: pytest.MonkeyPatch, rule: LogitRule, fused: bool, width: int, zeros: int, chunk: int, kept: int
 ) -> None:
     monkeypatch.setattr(passes, "chunk_sizes", lambda device: ChunkSizes(chunk, 2**18, kept))
+    compiled = Mock(wraps=lm_head._compiled())
+    monkeypatch.setattr(lm_head, "_compiled", lambda: compiled)
     torch.manual_seed(0)
     weight, hidden = torch.randn(VOCAB, WIDTH), torch.randn(ROWS, WIDTH)
     targets, seed = torch.randint(0, VOCAB, (ROWS, width)), torch.randn(ROWS, width)
@@ -60,8 +67,9 @@ def test_logprobs_and_all_gradients_equal_log_softmax(
     seed[-1, 0] = -seed[-1, 1:].sum() if width > 1 else 1.0  # a row whose gradients cancel
     segments = [(adapter(1, 4), 10), (Adapter(LoraSpec(1), {}), 5), (adapter(2, 2), ROWS - 15)]
     with torch.no_grad():
-        read = PolicyOutputs(LmHead(weight, "lm_head", rule), hidden, targets, segments, keep=True)
+        read = PolicyOutputs(LmHead(weight, "lm_head", rule, fused=fused), hidden, targets, segments, keep=True)
         gradient = read.gradient(seed)
+    assert compiled.called == fused
     found = {
         "hidden": gradient,
         **{f"{i}.{part}": getattr(segments[i][0].pairs["lm_head"], part).grad for i in (0, 2) for part in "ab"},
