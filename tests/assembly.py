@@ -17,6 +17,7 @@ from app.stores.redis.completions import TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from workers.backends.sampling.base import SamplerBackend
 from workers.process.assembly import Sampler, assemble_sampler
+from workers.process.gpu_turns import GpuTurns
 from workers.process.parts import Parts, Serving
 
 INFO = BaseModelInfo("base", "Qwen3ForCausalLM", 320, 512, "float32", ())
@@ -48,11 +49,12 @@ def sampler(
     send: Callable[..., None] = lambda *send: None,
     lease_s: float = 3600.0,
     cancelled: str = keys.ABORTED_CHANNEL,
+    turns: GpuTurns | None = None,
 ) -> Sampler:
     """A sampler over the state server at `url`, with its files in `folder`. It asks after its leases three times a
-    `lease_s`."""
+    `lease_s`, and uses its GPUs in `turns` if any are given."""
     engine = EngineSettings(lease_s=lease_s, handover_dir=str(folder / "handover" / worker))
     settings = Settings(data_dir=folder, redis=RedisSettings(url=url), engine=engine)
     store = FolderStore(folder / "objects", "secret", "http://x")
-    serving = Serving(BaseModelSettings(name="base", path="x"), backend, INFO, "sample.base")
+    serving = Serving(BaseModelSettings(name="base", path="x"), backend, INFO, "sample.base", turns=turns)
     return assemble_sampler(parts(client, settings, worker, oplog, store, send), serving, cancelled)

@@ -109,6 +109,11 @@ class SamplerSettings(Section):
     memory_share: float = Field(
         0.85, gt=0, le=1, description="share of GPU memory (of 4 GiB on a CPU) that vLLM may take"
     )
+    sleep: bool = Field(
+        False,
+        description="use the trainer's GPUs in turns with it: vLLM's memory is freed while the trainer computes; needs "
+        "backend vllm, one sampler and one trainer",
+    )
     max_loras: int = Field(8, ge=1, description="adapters that run at the same time; the others wait for their turns")
     max_batch: int = Field(
         0, ge=0, description="sequences decoded together; 0: 64, or with vLLM on a GPU the number that vLLM chooses"
@@ -226,6 +231,33 @@ class BaseModelSettings(Section):
                 f"base model {self.name!r}: trainer.tensor_parallel splits a frozen base of 16 or 32 bits, and does "
                 f"not go with {wrong[0] if wrong else 'section full'}; change that, or set it to 1"
             )
+
+    def takes_turns(self, *, full: bool) -> bool:
+        """True if the trainer and the sampler of adapters, or those of full fine-tunes, use the same GPUs in turns."""
+        sampler = self.full_sampler if full else self.sampler
+        return sampler is not None and sampler.sleep and sampler.count > 0
+
+    def check_turns(self) -> None:
+        """Raises SetupError when a sampler that sleeps has no trainer, or more than one, to take turns with."""
+        pairs = (
+            ("sampler", self.sampler, "trainer", self.trainer),
+            ("full_sampler", self.full_sampler, "full", self.full),
+        )
+        for name, sampler, other, trainer in pairs:
+            if sampler is None or not (sampler.sleep and sampler.count):
+                continue
+            trainers = 0 if trainer is None else trainer.count
+            wrong = {
+                f'{name}.backend = "{sampler.backend}"': sampler.backend != "vllm",
+                f"{name}.count = {sampler.count}": sampler.count > 1,
+                f"{other}.count = {trainers}": trainers != 1,
+                f"{other}.hostfile": trainer is not None and bool(trainer.hostfile),
+            }
+            if found := [what for what, is_wrong in wrong.items() if is_wrong]:
+                raise SetupError(
+                    f"base model {self.name!r}: {name}.sleep is for one sampler with vLLM and one trainer on the same "
+                    f"GPUs of one machine, and does not go with {found[0]}; change that, or set {name}.sleep to false"
+                )
 
     def for_full(self) -> BaseModelSettings:
         """The base model's settings for its trainers for full fine-tuning. Raises SetupError when it has no such

@@ -25,6 +25,14 @@ class _Section(NamedTuple):
     base: str
     name: str
     workers: TrainerSettings | SamplerSettings
+    trainer: _Section | None = None
+    """The trainer whose GPUs this sampler uses in turns with it."""
+
+    @property
+    def share(self) -> float:
+        """The part of a GPU's memory that it takes beside other workers. Of two that take turns, only the larger part
+        is in use at a time, and the trainer's counts first."""
+        return max(0.0, self.workers.gpu_share - (self.trainer.workers.gpu_share if self.trainer else 0.0))
 
     @property
     def elsewhere(self) -> bool:
@@ -37,6 +45,11 @@ class _Section(NamedTuple):
         except SetupError as error:
             raise SetupError(f"base model {self.base!r}: {error}") from None
 
+    @property
+    def gpus(self) -> list[int]:
+        """The GPUs that it names, of all copies."""
+        return [gpu for gpus in self.copies() for gpu in gpus]
+
 
 def check(settings: Settings) -> None:
     """Checks the GPUs that are named: enough for each copy, each once, with memory shares of at most 1 in all on each.
@@ -46,6 +59,8 @@ def check(settings: Settings) -> None:
     for section in _sections(settings):
         for gpus in section.copies():
             _check_copy(section, gpus)
+        if section.trainer is not None:
+            _check_turns(section, section.trainer)
     for gpu, named in _shares(settings).items():
         if sum(named.values()) > 1 + _ROUNDING:
             raise SetupError(
@@ -58,14 +73,19 @@ def place(settings: Settings, gpus: Callable[[], Sequence[int]]) -> Settings:
     """Returns the settings with `devices` for each section that has none, unless this machine shows no GPU.
 
     Each copy gets the GPUs whose memory is shared out least, as long as its own share has room there: free ones first.
-    Raises SetupError when there are too few.
+    A sampler that takes turns with a trainer gets GPUs of this trainer. Raises SetupError when there are too few.
     """
     missing = [section for section in _sections(settings) if not (section.workers.devices or section.elsewhere)]
     visible = gpus() if missing else ()
     if not visible:
         return settings
     own, taken = _without_hostfiles(settings, visible), _shares(settings)
-    placed = {(section.base, section.name): _free(section, own, taken) for section in missing}
+    placed: dict[tuple[str, str], list[list[int]]] = {}
+    for section in missing:
+        its_own = own
+        if (trainer := section.trainer) is not None:
+            its_own = trainer.gpus or placed[trainer.base, trainer.name][0]
+        placed[section.base, section.name] = _free(section, its_own, taken)
     bases = [_with_devices(base, placed) for base in settings.base_models]
     return settings.model_copy(update={"base_models": tuple(bases)})
 
@@ -103,8 +123,11 @@ def gpu_models(driver: Path = NVIDIA_GPUS) -> tuple[str, ...]:
 
 def _sections(settings: Settings) -> Iterator[_Section]:
     for base in settings.base_models:
-        for name, workers in base.workers.items():
-            yield _Section(base.name, name, workers)
+        sections = {name: _Section(base.name, name, workers) for name, workers in base.workers.items()}
+        for full, trainer, sampler in ((False, "trainer", "sampler"), (True, "full", "full_sampler")):
+            if base.takes_turns(full=full) and trainer in sections:
+                sections[sampler] = sections[sampler]._replace(trainer=sections[trainer])
+        yield from sections.values()
 
 
 def _check_copy(section: _Section, gpus: tuple[int, ...]) -> None:
@@ -113,6 +136,17 @@ def _check_copy(section: _Section, gpus: tuple[int, ...]) -> None:
         raise SetupError(
             f"base model {section.base!r}: {section.name}.devices gives one worker {list(gpus)}, but its settings need "
             f"{needed}; name as many GPUs, each once"
+        )
+
+
+def _check_turns(section: _Section, trainer: _Section) -> None:
+    """Checks that a sampler that takes turns with its trainer uses no other GPUs."""
+    ours, theirs = section.gpus, trainer.gpus
+    if not set(ours) <= set(theirs) or section.workers.gpus_needed > trainer.workers.gpus_needed:
+        raise SetupError(
+            f"base model {section.base!r}: {section.name}.sleep is true, so the sampler uses GPUs of the trainer, but "
+            f"{section.name}.devices is {ours} (it needs {section.workers.gpus_needed}) and {trainer.name}.devices is "
+            f"{theirs} (it needs {trainer.workers.gpus_needed}); name GPUs of the trainer, or leave both lists out"
         )
 
 
@@ -128,13 +162,13 @@ def _shares(settings: Settings) -> defaultdict[int, dict[str, float]]:
 def _take(shares: defaultdict[int, dict[str, float]], section: _Section, gpus: Sequence[int]) -> None:
     name = f"{section.name}.memory_share of {section.base!r}"
     for gpu in gpus:
-        shares[gpu][name] = shares[gpu].get(name, 0.0) + section.workers.gpu_share
+        shares[gpu][name] = shares[gpu].get(name, 0.0) + section.share
 
 
 def _without_hostfiles(settings: Settings, visible: Sequence[int]) -> Sequence[int]:
     """Leaves out the GPUs that ranks of a hostfile use on each of its hosts: this machine may be one."""
     spread = [section for section in _sections(settings) if section.elsewhere]
-    for base, name, workers in spread:
+    for base, name, workers, _ in spread:
         if not workers.devices:
             raise SetupError(
                 f"base model {base!r}: the ranks of {name}.hostfile may use GPUs of this machine too; name their GPUs "
@@ -146,7 +180,7 @@ def _without_hostfiles(settings: Settings, visible: Sequence[int]) -> Sequence[i
 
 def _free(section: _Section, visible: Sequence[int], taken: defaultdict[int, dict[str, float]]) -> list[list[int]]:
     """Takes GPUs for each copy of a section."""
-    needed, share = section.workers.gpus_needed, section.workers.gpu_share
+    needed, share = section.workers.gpus_needed, section.share
     copies = []
     for _ in range(section.workers.count):
         used = {gpu: sum(taken[gpu].values()) for gpu in visible}
@@ -159,7 +193,7 @@ def _free(section: _Section, visible: Sequence[int], taken: defaultdict[int, dic
 
 
 def _too_few(section: _Section, visible: Sequence[int], taken: Mapping[int, dict[str, float]]) -> str:
-    base, name, workers = section
+    base, name, workers, _ = section
     held = "; ".join(f"GPU {gpu} has {_parts(taken[gpu]) or 'all free'}" for gpu in visible)
     return (
         f"base model {base!r}: no room on this machine's GPUs for {name} (count = {workers.count}, GPUs for each: "

@@ -40,7 +40,7 @@ class Suite:
 
 
 SUITES: Mapping[str, Suite] = {
-    "gpu": Suite(["tests/gpu", "--ignore=tests/gpu/test_chaos.py"], _TORCH),
+    "gpu": Suite(["tests/gpu", "--ignore=tests/gpu/test_chaos.py", "--ignore=tests/gpu/test_sleep.py"], _TORCH),
     "parity": Suite([f"tests/parity/test_{name}.py" for name in ("training", "tenants", "bf16", "memory")], _TORCH),
     "architectures": Suite(["tests/parity/test_architectures.py"], _TORCH),
     "optimizer": Suite(["tests/parity/test_optimizer.py"], _TORCH),
@@ -57,6 +57,7 @@ SUITES: Mapping[str, Suite] = {
         ["tests/conformance/test_sampler_backend.py", "-k", "vllm", *_ONE_BY_ONE], (*_TORCH, *_SERVED, "vllm")
     ),
     "vllm-ranks": Suite(["tests/conformance/test_sampler_ranks.py", *_ONE_BY_ONE], (*_TORCH, *_SERVED, "vllm"), gpus=2),
+    "sleep": Suite(["tests/gpu/test_sleep.py", *_ONE_BY_ONE], (*_TORCH, *_SERVED, "vllm")),
     "chaos": Suite(["tests/gpu/test_chaos.py"], (*_TORCH, *_SERVED, "deepspeed")),
 }
 

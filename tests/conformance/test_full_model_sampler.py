@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -20,7 +21,9 @@ from app.settings import BaseModelSettings
 from tests.conformance.samplers import BACKENDS, CONTEXT, PROMPTS, Reference, ask, one, tokens_of
 from tests.models import tiny_qwen3
 from workers.backends.sampling.base import Aborted, RequestHandle, SamplerBackend, create
+from workers.backends.sampling.vllm.backend import VllmSampler
 from workers.process.fair_queue import FairQueue
+from workers.process.gpu_turns import GpuTurns, SamplerInTurns
 from workers.sample.adapters import AdapterScheduler
 
 MODELS = ("one", "two")
@@ -101,6 +104,26 @@ def test_requests_that_take_turns_have_each_their_own_model(full_sampler: Sample
         running = [(name, seed, pool.submit(sample, name, seed)) for seed in range(6) for name in MODELS]
         for name, seed, future in running:
             assert future.result() == alone[name][seed]
+
+
+@pytest.mark.parametrize("full_sampler", ["vllm"], indirect=True)
+def test_weights_stay_while_the_engine_sleeps_and_are_replaced_when_it_wakes(
+    full_sampler: SamplerBackend, models: dict[str, Reference], tmp_path: Path
+) -> None:
+    sampler = SamplerInTurns(cast(VllmSampler, full_sampler), tmp_path / "gpus", 240.0, turn_s=0.0)
+    trainer = GpuTurns(tmp_path / "gpus", lambda: None, lambda: None, 240.0, turn_s=0.0)
+    for present, following in (MODELS, MODELS[::-1]):
+        sampler.load(present, models[present].folder)
+        expected = models[present].greedy(None, PROMPTS[3], 12)
+        for _ in range(2):
+            assert one(sampler, present, PROMPTS[3], temperature=0.0).tokens.tolist() == expected
+            with trainer.use():
+                assert not sampler.turns.held
+        sampler.load(following, models[following].folder)
+        expected = models[following].greedy(None, PROMPTS[3], 12)
+        assert one(sampler, following, PROMPTS[3], temperature=0.0).tokens.tolist() == expected
+    for turns in (trainer, sampler.turns):
+        turns.close()
 
 
 def test_another_model_waits_for_what_runs(full_sampler: SamplerBackend, models: dict[str, Reference]) -> None:

@@ -50,6 +50,7 @@ def run(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
         for model, done in stepped.items():
             metrics = done.metrics if isinstance(done, OptimStepOutput) else {}
             found |= {f"step {turn} {model} {name}": np.array(value) for name, value in metrics.items()}
+        backend.free_memory()  # as between the turns of a trainer that shares its GPUs with a sampler
     assert isinstance(backend.apply({"a": bad(), "b": SHORT})["a"], UserOpError)
     folder.mkdir()
     check_steps_together(backend, folder.parent)

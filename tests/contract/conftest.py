@@ -24,7 +24,7 @@ STACKS = {
     },
     "deepspeed-2-ranks-vllm": {
         "trainer": 'backend = "deepspeed"\nzero_stage = 3\nranks = 2',
-        "sampler": 'backend = "vllm"\nmemory_share = 0.25\nmax_batch = 16',
+        "sampler": 'backend = "vllm"\nmemory_share = 0.25\nmax_batch = 16\nsleep = true',
     },
 }
 

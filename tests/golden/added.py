@@ -195,6 +195,7 @@ ADDED: dict[str, set[str]] = {
         *(f"base_models.{section}.sequence_parallel" for section in ("trainer", "full")),
         *(f"base_models.{section}.tensor_parallel" for section in ("trainer", "full")),
         *(f"base_models.{section}.fused_kernels" for section in ("trainer", "full")),
+        *(f"base_models.{section}.sleep" for section in ("sampler", "full_sampler")),
     },
     "setting values": {
         "api.processes",
@@ -215,6 +216,7 @@ ADDED: dict[str, set[str]] = {
         *(f"base_models[0].{section}.sequence_parallel" for section in ("trainer", "full")),
         *(f"base_models[0].{section}.tensor_parallel" for section in ("trainer", "full")),
         *(f"base_models[0].{section}.fused_kernels" for section in ("trainer", "full")),
+        *(f"base_models[0].{section}.sleep" for section in ("sampler", "full_sampler")),
     },
     # Keys that start so. Processes of ecb7b39 neither read nor write them, which RedisRecords expects of its lists.
     "keys left behind": {

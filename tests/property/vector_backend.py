@@ -123,6 +123,9 @@ class VectorBackend:
     def healthy(self) -> bool:
         return not (self.fragile and self.broken)
 
+    def free_memory(self) -> None:
+        """Does nothing: it is in host memory."""
+
     def follow(self) -> None:
         raise NotImplementedError("there is one rank")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import redis
@@ -31,6 +32,7 @@ from workers.checkpoints.snapshots import Restore, Snapshots
 from workers.checkpoints.writer import Saver
 from workers.process import node_name, telemetry
 from workers.process.fair_queue import FairQueue, ProjectWeights
+from workers.process.gpu_turns import GpuTurns, SamplerInTurns, TrainerInTurns
 from workers.process.liveness import Heartbeat, Probe, Watchdog, worker_name
 from workers.process.op_traces import OpTraces
 from workers.process.parts import Backend, Parts, Serving, sweeper
@@ -100,13 +102,18 @@ def _start_trainer(parts: Parts, base: BaseModelSettings, queue: str, *, full: b
     from workers.models.base_model import check_adaptable, weight_shapes
     from workers.models.routers import check_replayable
 
+    base.check_turns()
     base = base.for_full() if full else base
     if base.router_replay:
         check_replayable(base)
     facts = {SHAPES: adapters.rows({WEIGHTS: weight_shapes(base)})} if full else _adapter_facts(check_adaptable(base))
-    backend = create(base, full=full)
+    backend: TrainingBackend = create(base, full=full)
+    turns: GpuTurns | None = None
+    if base.takes_turns(full=full):
+        backend = shared = TrainerInTurns(backend, _turns_file(parts, base, full=full), base.trainer.rank_deadline_s)
+        turns = shared.turns
     info, metrics = backend.open(), telemetry.serve_metrics(base.trainer.metrics_port)
-    return assemble_trainer(parts, Serving(base, backend, info, queue, full, metrics, facts)).runtime()
+    return assemble_trainer(parts, Serving(base, backend, info, queue, full, metrics, facts, turns)).runtime()
 
 
 def _adapter_facts(adaptable: Adaptable) -> dict[str, Any]:
@@ -115,21 +122,32 @@ def _adapter_facts(adaptable: Adaptable) -> dict[str, Any]:
 
 def _start_sampler(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
     from workers.backends.sampling.base import create
+    from workers.backends.sampling.vllm.backend import VllmSampler
     from workers.models.base_model import check_adaptable
     from workers.models.routers import check_replayable
 
+    base.check_turns()
     base = base.for_full_sampler() if full else base
     if base.router_replay:
         check_replayable(base)
     if not full:
         check_adaptable(base)
     backend = create(base, full=full)
+    turns: GpuTurns | None = None
+    if isinstance(backend, VllmSampler) and base.takes_turns(full=full):
+        backend = shared = SamplerInTurns(backend, _turns_file(parts, base, full=full), base.sampler.step_deadline_s)
+        turns = shared.turns
     noted = parts.settings.data_dir / "run" / f"{parts.node}.shared-memory"
     shared_memory.remove_noted(noted)
     info = backend.open()
     shared_memory.note(noted)
     metrics = telemetry.serve_metrics(base.sampler.metrics_port)
-    return assemble_sampler(parts, Serving(base, backend, info, queue, full, metrics)).runtime
+    return assemble_sampler(parts, Serving(base, backend, info, queue, full, metrics, turns=turns)).runtime
+
+
+def _turns_file(parts: Parts, base: BaseModelSettings, *, full: bool) -> Path:
+    """The file of the turns that a trainer and a sampler of one machine take, where both find it."""
+    return parts.settings.handover_dir / f"{'full' if full else 'adapters'},{base.name.replace('/', ',')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +243,17 @@ def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides:
     devices = serving.base.trainer.gpus_needed
     committer = Committer(oplog, owner, executor, snapshots, background_saves, devices)
     runner = TrainingRunner(
-        oplog, owner, committer, backend.healthy, retry_backoff, scheduler, background_saves, send, queue, end
+        oplog,
+        owner,
+        committer,
+        backend.healthy,
+        retry_backoff,
+        scheduler,
+        background_saves,
+        send,
+        queue,
+        end,
+        serving.turn,
     )
     rebalancer = Rebalancer(runner, owner, parts.records, send, serving.base.name, parts.node, full=serving.full)
     idle_eviction = IdleEviction(
@@ -304,6 +332,7 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
         throttled,
         RouteFiles(parts.store, parts.records.now),
         DeviceClock(sampler.gpus_needed),
+        serving.turn,
     )
     # While the state server is away this channel misses cancellations. The lease renewal reports them, a third of the
     # lease time later.
@@ -313,7 +342,7 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
     watchdog = _watchdog(parts, serving, exit_process)
     role = sampler_role(full=serving.full)
     heartbeat = _heartbeat(parts, serving, role, watchdog, backend.batch, sampler.concurrency)
-    probe = Probe(backend, watchdog, parts.settings.engine.healthy_s)
+    probe = Probe(backend, watchdog, parts.settings.engine.healthy_s, serving.has_turn)
 
     def close() -> None:
         backend.close()

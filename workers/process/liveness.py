@@ -326,13 +326,16 @@ class Watchdog:
 
 class Probe:
     """Samples one token now and then, while no request runs. A token behind a full batch would show nothing, and an
-    engine that died reports it itself."""
+    engine that died reports it itself. An engine that sleeps is not woken: it is probed once it `has_turn`."""
 
-    def __init__(self, backend: SamplerBackend, watchdog: Watchdog, every_s: float) -> None:
-        self._backend, self._watchdog, self._every_s = backend, watchdog, every_s
+    def __init__(
+        self, backend: SamplerBackend, watchdog: Watchdog, every_s: float, has_turn: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._backend, self._watchdog, self._every_s, self._has_turn = backend, watchdog, every_s, has_turn
         self._last = time.monotonic()
 
     def __call__(self) -> None:
-        if not self._watchdog.busy and time.monotonic() - self._last > self._every_s:
+        is_due = time.monotonic() - self._last > self._every_s
+        if is_due and self._has_turn() and not self._watchdog.busy:
             self._backend.sample(None, _ONE_TOKEN)
             self._last = time.monotonic()

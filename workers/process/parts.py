@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -38,6 +39,7 @@ from workers.maintenance.leader import Accounting, MaintenanceTask, PayloadSpill
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Redispatcher
 from workers.maintenance.retention import Retention
+from workers.process.gpu_turns import GpuTurns
 from workers.process.liveness import LeaseKeeper
 
 Backend = TypeVar("Backend", TrainingBackend, SamplerBackend)
@@ -120,6 +122,16 @@ class Serving(Generic[Backend]):
     metrics_url: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Further facts of the base model that the worker reports to the API."""
+    turns: GpuTurns | None = None
+    """The turns on GPUs that a trainer and a sampler share; None where they do not."""
+
+    @property
+    def turn(self) -> Callable[..., AbstractContextManager[object]]:
+        """Waits for a turn on the GPUs, which lasts as long as the block. See GpuTurns.use."""
+        return nullcontext if self.turns is None else self.turns.use
+
+    def has_turn(self) -> bool:
+        return self.turns is None or self.turns.held
 
 
 def sweeper(parts: Parts) -> Sweeper:

@@ -9,8 +9,8 @@ import queue
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -63,6 +63,8 @@ class SampleRunner:
     A worker that dies costs each request it has begun one attempt, whichever request killed it. So a worker never runs
     two requests in their last attempt at once: the request that kills workers ends as failed, and the others do not
     fail with it.
+
+    `turn` waits until the sampler may use its GPUs, as long as its block. A request's device time begins behind it.
     """
 
     def __init__(
@@ -79,8 +81,9 @@ class SampleRunner:
         throttled: ThrottledDispatch,
         route_files: RouteFiles,
         device_clock: DeviceClock,
+        turn: Callable[[RequestHandle], AbstractContextManager[object]],
     ) -> None:
-        self._device_clock = device_clock
+        self._device_clock, self._turn = device_clock, turn
         self._oplog, self._records, self._backend, self._publisher = oplog, stored, backend, publisher
         self._batch_admission, self._throttled, self._route_files = batch_admission, throttled, route_files
         self._adapters, self._keeper, self._worker, self._running_requests = adapters, keeper, worker, running_requests
@@ -219,7 +222,7 @@ class SampleRunner:
         pinned = sampler.prefix if entry.adapter is None else entry.adapter
         adapter = self._adapters.use(pinned, sampler.owner, handle)
         slot = self._batch_admission.slot(sampler.owner, request, handle)
-        with adapter as adapter_id, slot, self._device_clock.share(request.num_samples, handle):
+        with adapter as adapter_id, slot, self._turn(handle), self._device_clock.share(request.num_samples, handle):
             output = self._backend.sample(adapter_id, request, handle)
         routes = self._keep_routes(entry.request_id, request.prompt, output)
         handle.cached_tokens = output.cached_tokens

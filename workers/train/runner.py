@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NoReturn
 
 import redis
@@ -34,7 +35,8 @@ class TrainingRunner:
     """Handles the dispatches of a trainer.
 
     `send(kind, request id, model id, queue)` dispatches a request; all trainers of the base read `queue`. `end(why)`
-    ends this process, which is then started again; it is called when the backend is no longer `healthy`.
+    ends this process, which is then started again; it is called when the backend is no longer `healthy`. `turn` waits
+    until the trainer may use its GPUs, as long as its block.
     """
 
     def __init__(
@@ -49,10 +51,11 @@ class TrainingRunner:
         send: Callable[[str, str, str, str], None],
         queue: str,
         end: Callable[[str], NoReturn],
+        turn: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._oplog, self._owner, self._committer, self._healthy = oplog, owner, committer, healthy
         self._retry_backoff, self._scheduler, self._background_saves = retry_backoff, scheduler, background_saves
-        self._send, self._queue, self._end = send, queue, end
+        self._send, self._queue, self._end, self._turn = send, queue, end, turn
         self._leaving = False
 
     def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
@@ -128,7 +131,8 @@ class TrainingRunner:
                 continue
             if not self._scheduler.is_blocked(resident, waiting):
                 served.clear()
-                result = self._run_next(resident, seq, kind, self._scheduler.batched_with(resident, waiting))
+                with self._turn():  # before an Op begins, so that waiting is neither device time nor an attempt
+                    result = self._run_next(resident, seq, kind, self._scheduler.batched_with(resident, waiting))
                 if seq == resident.applied:
                     self._retry_backoff.advanced(model_id)
                     return result

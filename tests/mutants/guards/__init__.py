@@ -6,6 +6,7 @@ To add the mutant of a guard, write the smallest change that removes it, and nam
 from tests.mutants.guards import (
     cost,
     edges,
+    gpu_turns,
     hostile,
     journal,
     models,
@@ -37,4 +38,5 @@ MUTANTS = (
     *promotions.MUTANTS,
     *retention.MUTANTS,
     *cost.MUTANTS,
+    *gpu_turns.MUTANTS,
 )

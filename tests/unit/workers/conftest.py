@@ -33,6 +33,7 @@ from workers.backends.training.base import Create, TrainingBackend
 from workers.checkpoints import transfer
 from workers.checkpoints.coalescing import CoalescingWorker
 from workers.process.assembly import Overrides, Sampler, Trainer, assemble_trainer
+from workers.process.gpu_turns import GpuTurns
 from workers.process.parts import Serving
 
 BASE = "base"
@@ -126,12 +127,14 @@ class World:
         store: ObjectStore | None = None,
         merged_tokens: int = 0,
         wait_s: float = 0.0,
+        turns: GpuTurns | None = None,
         **engine: Any,
     ) -> Worker:
         """Makes a worker, without any model in its backend.
 
         Nodes keep their backend, because a second load of the base model adds nothing. A `share` of 1 or
-        more makes a snapshot after every step. `engine` overrides the engine's settings.
+        more makes a snapshot after every step. `turns` are those of the node's GPUs. `engine` overrides the engine's
+        settings.
         """
         node = name.partition("/")[0]
         if node not in self.backends:
@@ -152,7 +155,7 @@ class World:
         store = store or FolderStore(self.folder / "objects", "secret", "http://x")
         parts = assembly.parts(self.client, settings, name, self.oplog, store, send)
         base = self.base.model_copy(update={"trainer": trainer})
-        serving = Serving(base, backend, assembly.INFO, f"train.{BASE}")
+        serving = Serving(base, backend, assembly.INFO, f"train.{BASE}", turns=turns)
         overrides = Overrides(_end, latest=partial(CoalescingWorker, retry_s=0.1), rest_s=HOUR_S, scan_share=math.inf)
         self.trainers.append(assemble_trainer(parts, serving, overrides))
         return Worker(**vars(self.trainers[-1]), dispatched=dispatched)

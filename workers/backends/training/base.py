@@ -95,6 +95,10 @@ class TrainingBackend(Protocol):
         """Forgets a model and frees its memory. Accepts unknown ids, and works on a backend that is not healthy."""
         ...
 
+    def free_memory(self) -> None:
+        """Frees device memory that is cached and holds nothing, on every rank. No call of another thread runs then."""
+        ...
+
     def healthy(self) -> bool:
         """Returns False once this process cannot go on: its ranks are out of step, a device is lost, or a call stalls.
 

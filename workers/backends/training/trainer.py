@@ -95,6 +95,12 @@ class Trainer(ABC):
             with self._guarded():
                 self._engine.ranks.send(encode_call("close", model_id))
 
+    def free_memory(self) -> None:
+        if not self._broken:
+            with self._guarded():
+                self._engine.ranks.send(encode_call("free_memory"))
+                torch.cuda.empty_cache()  # does nothing without a GPU
+
     def healthy(self) -> bool:
         return not self._broken and self._stall_detector.seconds <= self._settings.trainer.rank_deadline_s
 
@@ -137,6 +143,8 @@ class Trainer(ABC):
                         self._export(model_id)
                 case ("close", model_id):
                     self._forget(model_id)
+                case ("free_memory",):
+                    torch.cuda.empty_cache()
                 case _:
                     return self._engine.ranks.leave()
 

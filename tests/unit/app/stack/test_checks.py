@@ -156,6 +156,12 @@ def test_a_quantised_base_is_refused_beside_a_setting_that_trains_or_splits_its_
     base_model(dtype="auto", **other).check_quantized()
 
 
+@pytest.mark.parametrize("backend", ["auto", "transformers"])
+def test_a_sampler_that_sleeps_is_refused_without_vllm(backend):
+    with pytest.raises(SetupError, match=f'sampler.backend = "{backend}"; change that, or set sampler.sleep to false'):
+        checks.everything(Settings(base_models=(base_model(sampler=SamplerSettings(backend=backend, sleep=True)),)))
+
+
 def test_an_operators_key_that_is_no_key_is_refused():
     with pytest.raises(SetupError, match="operator_keys has a digest that is not in api_keys"):
         checks.everything(Settings(api_keys=("a",), operator_keys=("a", "b")))

@@ -188,3 +188,87 @@ def test_gpus_without_numbers_are_a_setup_error(name: str, monkeypatch: pytest.M
     monkeypatch.setattr(placement, "version", lambda _: "2.11.0")
     with pytest.raises(SetupError, match=rf"CUDA_VISIBLE_DEVICES is '{name}'; list the GPUs by nvidia-smi's numbers"):
         visible_gpus({"CUDA_VISIBLE_DEVICES": name})
+
+
+# A sampler that takes turns with its trainer.
+
+
+def in_turns(trainer: TrainerSettings | None = None, **sampler: Any) -> BaseModelSettings:
+    trainer = trainer or TrainerSettings(memory_share=0.9)
+    return base_model(trainer=trainer, sampler=SamplerSettings(backend="vllm", sleep=True, **sampler))
+
+
+def test_a_sampler_that_sleeps_gets_its_trainers_gpu_and_the_larger_of_their_shares_counts() -> None:
+    free = base_model("free", trainer=TrainerSettings(count=0), sampler=SamplerSettings(memory_share=0.1))
+    placed = place(Settings(base_models=(in_turns(memory_share=0.7), free)), lambda: [4])
+    check(placed)
+    assert devices(placed) == {"small trainer": ((4,),), "small sampler": ((4,),), "free sampler": ((4,),)}
+    larger = base_model("larger", trainer=TrainerSettings(count=0), sampler=SamplerSettings(memory_share=0.2))
+    with pytest.raises(SetupError, match="no room"):
+        place(Settings(base_models=(in_turns(memory_share=0.7), larger)), lambda: [4])
+
+
+def test_a_sampler_that_sleeps_gets_gpus_that_its_trainer_names_also_where_its_share_is_the_larger() -> None:
+    trainer = TrainerSettings(devices=(2, 1), ranks=2, memory_share=0.5)
+    placed = place(Settings(base_models=(in_turns(trainer, memory_share=0.6),)), lambda: range(8))
+    check(placed)
+    assert devices(placed) == {"small trainer": (2, 1), "small sampler": ((2,),)}
+    third = base_model("third", trainer=TrainerSettings(devices=(2,), memory_share=0.45))
+    with pytest.raises(
+        SetupError, match=r"GPU 2 add .* 0\.5 by trainer\.memory_share .* 0\.1 by sampler\.memory_share"
+    ):
+        check(placed.model_copy(update={"base_models": (*placed.base_models, third)}))
+
+
+def test_the_full_trainer_and_its_sampler_take_turns_too() -> None:
+    full = TrainerSettings(devices=(0,), memory_share=0.9)
+    sampler = SamplerSettings(backend="vllm", sleep=True, devices=(0,), memory_share=0.9)
+    check(settings(full=full, full_sampler=sampler))
+    with pytest.raises(SetupError, match="GPU 0 add up"):
+        check(settings(full=full, full_sampler=sampler.model_copy(update={"sleep": False})))
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        in_turns(TrainerSettings(devices=(0,)), devices=(1,)),
+        in_turns(TrainerSettings(), devices=(0,)),
+        in_turns(TrainerSettings(), tensor_parallel=2),
+    ],
+)
+def test_a_sampler_that_sleeps_on_other_gpus_than_its_trainer_is_refused(base: BaseModelSettings) -> None:
+    with pytest.raises(SetupError, match=r"sampler\.sleep is true, so the sampler uses GPUs of the trainer"):
+        check(Settings(base_models=(base,)))
+
+
+@pytest.mark.parametrize(
+    ("sections", "wrong"),
+    [
+        ({"sampler": SamplerSettings(sleep=True)}, r'sampler\.backend = "auto"'),
+        ({"sampler": SamplerSettings(sleep=True, backend="transformers")}, r'sampler\.backend = "transformers"'),
+        ({"sampler": SamplerSettings(sleep=True, backend="vllm", count=2)}, r"sampler\.count = 2"),
+        (
+            {"trainer": TrainerSettings(count=2), "sampler": SamplerSettings(sleep=True, backend="vllm")},
+            r"trainer\.count = 2",
+        ),
+        (
+            {"trainer": TrainerSettings(hostfile="hosts"), "sampler": SamplerSettings(sleep=True, backend="vllm")},
+            r"trainer\.hostfile",
+        ),
+        ({"full_sampler": SamplerSettings(sleep=True, backend="vllm")}, r"full\.count = 0"),
+    ],
+)
+def test_a_sampler_that_cannot_take_turns_is_refused_by_the_setting_that_prevents_it(
+    sections: dict[str, Any], wrong: str
+) -> None:
+    with pytest.raises(SetupError, match=rf"base model 'small': .*\.sleep is for .* does not go with {wrong};"):
+        base_model(**sections).check_turns()
+
+
+def test_a_sampler_that_does_not_sleep_or_does_not_start_takes_no_turns() -> None:
+    for sampler in (SamplerSettings(count=2), SamplerSettings(sleep=True, count=0)):
+        base = base_model(sampler=sampler)
+        base.check_turns()
+        assert not base.takes_turns(full=False)
+    assert in_turns().takes_turns(full=False)
+    assert not in_turns().takes_turns(full=True)

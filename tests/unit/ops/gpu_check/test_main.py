@@ -69,7 +69,7 @@ def test_goals_compare_the_best_steps() -> None:
 def test_suites_that_may_take_all_of_the_time_come_last(tmp_path: Path) -> None:
     names = [name for name, _ in _parts(_parse([]), tmp_path)]
     first, sizes, served = ["gpu", "parity", "optimizer"], ["8B", "0.6B", "4B"], ["handover", "sampling"]
-    assert names == [*first, *sizes, *served, "architectures", "zero", "ranks", "vllm", "vllm-ranks", "chaos"]
+    assert names == [*first, *sizes, *served, "architectures", "zero", "ranks", "vllm", "vllm-ranks", "sleep", "chaos"]
 
 
 def test_a_stack_without_its_packages_is_left_out_by_their_name(

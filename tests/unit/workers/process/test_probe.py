@@ -60,6 +60,18 @@ def test_a_sampler_with_requests_in_hand_is_left_alone(clock: list[float]):
     assert sampler.asked == []
 
 
+def test_a_sampler_that_sleeps_is_not_woken_and_is_probed_at_its_next_turn(clock: list[float]):
+    sampler, watchdog, awake = Sampler(), Watchdog(_TickSender(), lambda: True, 30.0, print), [False]
+    tick = Probe(sampler, watchdog, 30.0, lambda: awake[0])
+    for _ in range(100):
+        clock[0] += 3.1
+        tick()
+    assert sampler.asked == []
+    awake[0] = True
+    tick()
+    assert len(sampler.asked) == 1
+
+
 def test_a_sampler_that_cannot_sample_leaves_its_tick_unanswered(clock: list[float]):
     sampler, watchdog = Sampler(fails=True), Watchdog(_TickSender(), lambda: True, 30.0, print)
     tick = Probe(sampler, watchdog, every_s=30.0)

@@ -45,6 +45,7 @@ class VllmSampler:
     def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
         self._settings, self._full = settings, full
         self._request_numbers = count(1)
+        self._asleep = False
 
     def open(self) -> BaseModelInfo:
         if self._settings.router_replay:
@@ -107,6 +108,18 @@ class VllmSampler:
             samples = self._run(adapter, request, handle, read_cache=False)
         sequences = [sample.sequence() for sample in samples]
         return token_sampler.output(request, sequences, samples[0].scores, samples[0].cached_tokens)
+
+    def sleep(self) -> None:
+        """Moves the weights to host memory and drops the cache, once no request runs. Nothing but `wake` and `close`
+        may be called then. On a CPU no memory moves."""
+        self._engine.call(lambda engine: engine.sleep(level=1, mode="wait"))
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Brings the weights back. Does nothing if it is awake."""
+        if self._asleep:
+            self._engine.call(lambda engine: engine.wake_up())
+            self._asleep = False
 
     def healthy(self) -> bool:
         hangs = self._engine.stalled_s > self._settings.sampler.step_deadline_s

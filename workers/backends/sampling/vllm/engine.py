@@ -330,6 +330,7 @@ def engine_args(settings: BaseModelSettings, max_context: int, dtype: str, *, fu
         "worker_extension_cls": f"{Extension.__module__}.{Extension.__name__}",
         **_sequences(sampler.max_batch, on_gpu),
         **_memory(sampler.memory_share, on_gpu),
+        **({"enable_sleep_mode": True} if sampler.sleep and on_gpu else {}),
         **({} if full else _adapters(settings, on_gpu)),
         **sampler.engine_args,
     }

@@ -127,6 +127,13 @@ def test_vllm_chooses_the_sequences_on_a_gpu_unless_the_settings_do(gpu, most, g
     assert engine_args(settings, 100, "bfloat16").get("max_num_seqs") == given
 
 
+@pytest.mark.parametrize(("gpu", "sleep", "enabled"), [(True, True, True), (True, False, None), (False, True, None)])
+def test_vllm_can_free_its_memory_only_on_a_gpu_and_only_if_the_settings_say_so(gpu, sleep, enabled, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    settings = BaseModelSettings(name="n", path="~/m", sampler=SamplerSettings(backend="vllm", sleep=sleep))
+    assert engine_args(settings, 100, "bfloat16").get("enable_sleep_mode") == enabled
+
+
 def test_likeliest_tokens_beyond_vllms_own_20_are_given():
     args = engine_args(BaseModelSettings(name="n", path="~/m"), 100, "float32")
     assert args["max_logprobs"] == MAX_TOP >= 100

@@ -1,0 +1,69 @@
+"""Guards of the turns that a trainer and a sampler take on a GPU."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_TURNS = "workers/process/gpu_turns.py"
+_OF_TURNS = "tests/unit/workers/process/test_gpu_turns.py"
+_SHARED = "tests/unit/workers/test_shared_gpus.py"
+_PLACEMENT = "--confcutdir=tests/unit/app/stack tests/unit/app/stack/test_placement.py"
+
+MUTANTS = (
+    Mutant(
+        "turns: one at a time",
+        _TURNS,
+        "        fcntl.flock(self._turn, fcntl.LOCK_EX)\n",
+        "",
+        f"{_OF_TURNS}::test_two_that_are_always_busy_alternate_and_never_overlap",
+    ),
+    Mutant(
+        "turns: what has begun ends first",
+        _TURNS,
+        "            self._asked.wait_for(lambda: not self._users)\n",
+        "",
+        f"{_OF_TURNS}::test_a_busy_holder_ends_what_it_has_begun_and_begins_nothing_new",
+    ),
+    Mutant(
+        "turns: an idle holder keeps its turn while nobody asks",
+        _TURNS,
+        "self._is_over(began) and self._is_wanted()",
+        "self._is_over(began)",
+        f"{_OF_TURNS}::test_a_turn_goes_on_while_nobody_else_asks",
+    ),
+    Mutant(
+        "turns: an Op begins behind the wait",
+        "workers/train/runner.py",
+        "with self._turn():",
+        "if True:",
+        f"{_SHARED}::test_a_training_call_does_not_begin_before_its_turn",
+    ),
+    Mutant(
+        "turns: a wait is no device time",
+        "workers/sample/runner.py",
+        "self._turn(handle), ",
+        "",
+        f"{_SHARED}::test_a_sample_that_waits_for_its_turn_has_no_device_time_yet",
+    ),
+    Mutant(
+        "turns: a sleeping engine evicts nothing",
+        _TURNS,
+        "self._unwanted.append(adapter_id)",
+        "self._backend.evict(adapter_id)",
+        f"{_SHARED}::test_an_adapter_is_evicted_and_loaded_only_by_an_engine_that_is_awake",
+    ),
+    Mutant(
+        "turns: a sleeping engine is not probed",
+        "workers/process/liveness.py",
+        "is_due and self._has_turn() and",
+        "is_due and",
+        "tests/unit/workers/process/test_probe.py::test_a_sampler_that_sleeps_is_not_woken_and_is_probed_at_its_next_turn",
+    ),
+    Mutant(
+        "turns: the sampler's GPUs are among the trainer's",
+        "app/stack/placement.py",
+        "not set(ours) <= set(theirs) or ",
+        "",
+        f"{_PLACEMENT}::test_a_sampler_that_sleeps_on_other_gpus_than_its_trainer_is_refused",
+    ),
+)

@@ -1,0 +1,265 @@
+"""A trainer and a sampler that share GPUs serve calls in turns: as production assembles them, around real backends.
+
+The device is a stand-in that counts who is at work on it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from app import ids
+from app.domain import ops
+from app.domain.records import Sampler
+from app.domain.sampling import SampleRequest
+from app.settings import BaseModelSettings
+from app.stores.redis import keys
+from app.stores.redis.records import dump
+from app.wire import tinker_pb2 as pb
+from tests import assembly
+from tests.unit.workers.conftest import BASE, MODEL, World, await_true, logprob_bytes, probe, step, undisturbed
+from workers.backends.sampling.base import SamplerBackend, create
+from workers.backends.training import backends as training
+from workers.process.gpu_turns import GpuTurns, SamplerInTurns, TrainerInTurns
+from workers.sample.runner import SampleRunner
+
+SESSION = "session:sample:0"
+REQUEST = SampleRequest(np.array([5, 6, 7], dtype=np.int32), num_samples=2, max_tokens=4, seed=3, ignore_eos=True)
+STEPS = 12
+_FOREVER_S = 60.0
+
+
+@dataclass
+class Device:
+    """Records overlaps of a trainer's and a sampler's work, and each change from one to the other."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    at_work: Counter[str] = field(default_factory=Counter)
+    order: list[str] = field(default_factory=list)
+    overlaps: int = 0
+
+    @contextmanager
+    def used_by(self, name: str) -> Iterator[None]:
+        with self.lock:
+            self.overlaps += any(self.at_work[other] for other in self.at_work if other != name)
+            self.at_work[name] += 1
+            if self.order[-1:] != [name]:
+                self.order.append(name)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.at_work[name] -= 1
+
+
+@dataclass
+class OnDevice:
+    """A backend that uses the device in some of its methods. As a sampler it is asleep between `sleep` and `wake`."""
+
+    backend: Any
+    name: str
+    device: Device
+    using: frozenset[str]
+    asleep: bool = False
+    freed: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.backend, name)
+        return self._watched(method) if name in self.using else method
+
+    def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            with self.device.used_by(self.name):
+                assert not self.asleep
+                return method(*args, **named)
+
+        return call
+
+    def sleep(self) -> None:
+        with self.device.used_by(self.name):
+            self.asleep = True
+
+    def wake(self) -> None:
+        with self.device.used_by(self.name):
+            self.asleep = False
+
+    def free_memory(self) -> None:
+        with self.device.used_by(self.name):
+            self.freed += 1
+
+
+@dataclass
+class Shared:
+    """A trainer and a sampler on one device."""
+
+    world: World
+    file: Path
+    device: Device
+    trainer: TrainerInTurns
+    sampler: SamplerInTurns
+    runner: SampleRunner
+
+    def admit_sample(self, seq: int) -> str:
+        payload = ops.encode(REQUEST)
+        queue = f"sample.{BASE}"
+        return self.world.oplog.admit_sample(
+            f"{SESSION}:{seq}", SESSION, "me", queue, payload, ops.digest(payload), sequences=2
+        ).request_id
+
+    def sample(self, seq: int) -> tuple[bytes, ...]:
+        """The tokens of each sequence."""
+        result = self.runner.handle(self.admit_sample(seq), SESSION, "sample")
+        assert result is not None and not result.failed
+        return tuple(sequence.tokens for sequence in pb.SampleResponse.FromString(result.body).sequences)
+
+
+@pytest.fixture(scope="module")
+def engine(base: BaseModelSettings) -> Iterator[SamplerBackend]:
+    backend = create(base.model_copy(update={"sampler": base.sampler.model_copy(update={"backend": "transformers"})}))
+    backend.open()
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def shared(world: World, engine: SamplerBackend, base: BaseModelSettings, tmp_path: Path) -> Iterator[Shared]:
+    file, device = tmp_path / "turns", Device()
+    plain = training.create(base)
+    plain.open()
+    trainer = TrainerInTurns(OnDevice(plain, "trainer", device, frozenset({"apply", "export"})), file, 60.0, 0.0)
+    on_device: Any = OnDevice(engine, "sampler", device, frozenset({"sample", "load", "evict"}))
+    sampler = SamplerInTurns(on_device, file, 60.0, 0.0)
+    world.records.put("samplers", SESSION, dump(Sampler("me", "session", BASE, 0.0)))
+    assembled = assembly.sampler(
+        world.client, world.url, world.folder, world.oplog, sampler, "s/1", turns=sampler.turns
+    )
+    world.samplers.append(assembled)
+    world.backends["shared"] = trainer
+    yield Shared(world, file, device, trainer, sampler, assembled.runner)
+    del world.backends["shared"]
+    trainer.turns.close()
+    sampler.turns.close()
+
+
+def test_passes_and_samples_alternate_without_an_overlap_and_change_no_bit(shared: Shared) -> None:
+    world, device, on_device = shared.world, shared.device, cast(OnDevice, shared.trainer._backend)
+    alone = shared.sample(0)
+    worker = world.worker("shared/1", turns=shared.trainer.turns)
+    calls = [op for seed in range(STEPS) for op in step(seed)]
+    ended = threading.Event()
+
+    def sample_on(first: int) -> list[tuple[bytes, ...]]:
+        found: list[tuple[bytes, ...]] = []
+        while not ended.is_set():
+            found.append(shared.sample(first + len(found)))
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        sampling = [pool.submit(sample_on, 1_000_000 * (at + 1)) for at in range(3)]
+        try:
+            for seq, op in enumerate(calls, 1):
+                await_true(lambda: device.order[-1] == "sampler", "the sampler has a turn between two calls")
+                world.admit(seq, op)
+                result = worker.handle(seq, op.kind)
+                assert result is not None and not result.failed
+        finally:
+            ended.set()
+    samples = [tokens for each in sampling for tokens in each.result(_FOREVER_S)]
+    assert device.overlaps == 0
+    assert on_device.freed >= device.order.count("trainer") - 1
+    assert device.order.count("trainer") >= len(calls)
+    assert samples and set(samples) == {alone}
+    assert logprob_bytes(probe(worker, world, len(calls) + 1)) == undisturbed(world, list(range(STEPS)))
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[GpuTurns]:
+    """The turns of a third process on the same device."""
+    turns = GpuTurns(tmp_path / "turns", lambda: None, lambda: None, 60.0, 0.0)
+    yield turns
+    turns.close()
+
+
+def test_a_training_call_does_not_begin_before_its_turn(shared: Shared, elsewhere: GpuTurns) -> None:
+    world, worker = shared.world, shared.world.worker("shared/1", turns=shared.trainer.turns)
+    assert worker.handle(0, "create_model") is not None
+    world.admit(1, step()[0])
+    op = keys.op(ids.request_id(MODEL, 1))
+    before = world.client.hgetall(op)
+    with ThreadPoolExecutor(1) as pool:
+        with elsewhere.use():
+            running = pool.submit(worker.handle, 1)
+            await_true(lambda: shared.trainer.turns._waiting, "the call waits for its turn")
+            assert world.client.hgetall(op) == before
+            assert worker.watchdog.healthy()
+        assert running.result(_FOREVER_S) is not None
+    assert world.client.hgetall(op) != before
+
+
+def test_a_sample_that_waits_for_its_turn_has_no_device_time_yet(shared: Shared, elsewhere: GpuTurns) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with elsewhere.use():
+            running = pool.submit(shared.sample, 0)
+            await_true(lambda: shared.sampler.turns._waiting, "the request waits for its turn")
+            assert shared.runner._device_clock._sequences == 0
+            assert shared.sampler.healthy()
+        assert running.result(_FOREVER_S)
+
+
+class Engine:
+    """Records the calls of an engine."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: self.calls.append((name, *args))
+
+
+def test_an_adapter_is_evicted_and_loaded_only_by_an_engine_that_is_awake(tmp_path: Path, elsewhere: GpuTurns) -> None:
+    engine: Any = Engine()
+    sampler = SamplerInTurns(engine, tmp_path / "turns", 60.0, 0.0)
+    sampler.load("old", tmp_path)
+    with elsewhere.use():
+        sampler.evict("old")
+    sampler.load("new", tmp_path)
+    assert engine.calls == [
+        ("wake",),
+        ("load", "old", tmp_path),
+        ("sleep",),
+        ("wake",),
+        ("evict", "old"),
+        ("load", "new", tmp_path),
+    ]
+    sampler.close()
+    assert engine.calls[-1] == ("close",)
+
+
+def test_an_engine_that_did_not_start_is_not_put_to_sleep(tmp_path: Path, elsewhere: GpuTurns) -> None:
+    engine: Any = Engine()
+    engine.open, engine.healthy = lambda: int("no"), lambda: True
+    sampler = SamplerInTurns(engine, tmp_path / "turns", 60.0, 0.0)
+    with pytest.raises(ValueError, match="no"):
+        sampler.open()
+    assert not sampler.healthy()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(_use, elsewhere)
+        await_true(lambda: sampler.turns._is_wanted(), "another process waits")
+        os.close(sampler.turns._turn)  # as the kernel does when the process ends
+        running.result(_FOREVER_S)
+    assert engine.calls == [("wake",)]
+
+
+def _use(turns: GpuTurns) -> None:
+    with turns.use():
+        pass

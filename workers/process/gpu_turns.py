@@ -1,0 +1,291 @@
+"""Turns of a trainer and a sampler that share GPUs: only one of them computes at a time.
+
+A turn is a `flock` on a file in a folder that both processes see. The kernel frees it when its process dies. Whoever
+wants a turn takes the `next` lock first and keeps it until the turn is its own. So the holder sees that the other one
+waits, and cannot take a further turn before it.
+
+The holder keeps the turn until the other one asks. Then it gives the turn away as soon as it is idle; if it is busy, it
+begins nothing new once the turn has lasted `_TURN_S`, and ends what it has begun. A sampler sleeps and a trainer frees
+its cached memory before the turn ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.domain.records import BaseModelInfo
+from app.domain.results import Output
+from app.domain.sampling import SampleOutput, SampleRequest
+from app.errors import OpError, Unavailable
+from workers.backends.failures import StallDetector
+from workers.backends.sampling.base import Aborted, RequestHandle
+from workers.backends.training.base import BackendOp, TrainingBackend, Writer
+
+if TYPE_CHECKING:
+    from workers.backends.sampling.vllm.backend import VllmSampler
+
+log = logging.getLogger(__name__)
+# A sampler of 8B parameters needs about a second to sleep and another one to wake: a tenth of two such turns.
+_TURN_S = 10.0
+# Pauses between the calls of one client are shorter.
+_IDLE_S = 0.1
+_POLL_S = 0.02
+
+
+class GpuTurns:
+    """The turns of this process. Safe from any thread; a thread of its own waits for the locks.
+
+    `enter` is called when a turn begins, and `leave` before it ends, both while nothing is in use. The process is
+    `healthy` until one of them fails or takes more than `deadline_s`; the turn is then kept until the process ends.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        enter: Callable[[], None],
+        leave: Callable[[], None],
+        deadline_s: float,
+        turn_s: float = _TURN_S,
+    ) -> None:
+        self._enter, self._leave, self._deadline_s, self._turn_s = enter, leave, deadline_s, turn_s
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._turn, self._next = (_opened(file.with_name(f"{file.name}.{kind}")) for kind in ("turn", "next"))
+        self._lock = threading.Lock()
+        self._asked, self._admitted = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._waiting = self._users = 0
+        self._open = self._ended = False
+        self._used_at = 0.0
+        self._inside = threading.local()
+        self._stall_detector = StallDetector()
+        threading.Thread(target=self._loop, name="gpu-turns", daemon=True).start()
+
+    @contextmanager
+    def use(self, handle: RequestHandle | None = None) -> Iterator[None]:
+        """Waits for a turn, which lasts at least as long as the block. A block inside another one of the same thread
+        waits for nothing.
+
+        Raises Aborted when `handle` is aborted before, and Unavailable in a process that ends.
+        """
+        if getattr(self._inside, "a_turn", False):
+            yield
+            return
+        self._begin(handle)
+        self._inside.a_turn = True
+        try:
+            yield
+        finally:
+            self._inside.a_turn = False
+            self._end()
+
+    @property
+    def held(self) -> bool:
+        """True while a turn of this process takes new work."""
+        return self._open
+
+    def healthy(self) -> bool:
+        return not self._ended and self._stall_detector.seconds <= self._deadline_s
+
+    def close(self) -> None:
+        """Begins no further turn. The present one lasts until the process ends."""
+        with self._lock:
+            self._ended = True
+            self._admitted.notify_all()
+
+    def _begin(self, handle: RequestHandle | None) -> None:
+        if handle is not None:
+            handle.on_abort(self._look_again)
+        with self._lock:
+            self._waiting += 1
+            self._asked.notify()
+            try:
+                self._admitted.wait_for(lambda: self._open or self._ended or (handle is not None and handle.aborted))
+                if handle is not None and handle.aborted:
+                    raise Aborted("the request was stopped before its turn on the GPU")
+                if self._ended:
+                    raise Unavailable("this process takes no further turn on the GPU, because it is about to end")
+                self._users += 1
+            finally:
+                self._waiting -= 1
+
+    def _end(self) -> None:
+        with self._lock:
+            self._users -= 1
+            self._used_at = time.monotonic()
+            self._asked.notify()
+
+    def _look_again(self) -> None:
+        with self._lock:
+            self._admitted.notify_all()
+
+    def _loop(self) -> None:
+        try:
+            while not self._ended:
+                self._take_turn()
+        except Exception:
+            log.exception("the turn on the GPU is kept until this process ends")
+            self.close()
+
+    def _take_turn(self) -> None:
+        with self._lock:
+            self._asked.wait_for(lambda: self._waiting > 0)
+        fcntl.flock(self._next, fcntl.LOCK_EX)
+        fcntl.flock(self._turn, fcntl.LOCK_EX)
+        fcntl.flock(self._next, fcntl.LOCK_UN)
+        with self._stall_detector.call():
+            self._enter()
+        began = self._admit()
+        while not (self._is_over(began) and self._is_wanted()):
+            time.sleep(_POLL_S)
+        with self._lock:
+            self._open = False
+            self._asked.wait_for(lambda: not self._users)
+            if self._ended:
+                return
+        with self._stall_detector.call():
+            self._leave()
+        fcntl.flock(self._turn, fcntl.LOCK_UN)
+
+    def _admit(self) -> float:
+        """Lets the waiting users begin; returns the time."""
+        with self._lock:
+            self._open = True
+            self._used_at = time.monotonic()
+            self._admitted.notify_all()
+            return self._used_at
+
+    def _is_over(self, began: float) -> bool:
+        """True if the turn may end: all that waited for it have begun, and it has lasted long enough or is idle."""
+        with self._lock:
+            now = time.monotonic()
+            is_idle = not self._users and now - self._used_at >= _IDLE_S
+            return not self._waiting and (is_idle or now - began >= self._turn_s)
+
+    def _is_wanted(self) -> bool:
+        """True if another process waits for its turn."""
+        try:
+            fcntl.flock(self._next, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._next, fcntl.LOCK_UN)
+        return False
+
+
+def _opened(file: Path) -> int:
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+class TrainerInTurns:
+    """A TrainingBackend that uses its GPUs in turns, and frees what it does not keep between them.
+
+    `capture` copies to host memory and `close` frees, so these two wait for no turn.
+    """
+
+    def __init__(self, backend: TrainingBackend, file: Path, deadline_s: float, turn_s: float = _TURN_S) -> None:
+        self._backend = backend
+        self._calls = threading.Lock()
+        """A backend takes one call at a time, and a turn ends in another thread."""
+        self.turns = GpuTurns(file, lambda: None, self.free_memory, deadline_s, turn_s)
+
+    def open(self) -> BaseModelInfo:
+        with self.turns.use(), _closed_on_failure(self.turns):
+            return self._backend.open()
+
+    def apply(self, ops: Mapping[str, BackendOp]) -> Mapping[str, Output | OpError]:
+        with self.turns.use(), self._calls:
+            return self._backend.apply(ops)
+
+    def capture(self, model_id: str, *, optimizer: bool, gradients: bool = False) -> Writer:
+        with self._calls:
+            return self._backend.capture(model_id, optimizer=optimizer, gradients=gradients)
+
+    def export(self, model_id: str) -> Writer:
+        with self.turns.use(), self._calls:
+            return self._backend.export(model_id)
+
+    def close(self, model_id: str) -> None:
+        with self._calls:
+            self._backend.close(model_id)
+
+    def free_memory(self) -> None:
+        with self._calls:
+            self._backend.free_memory()
+
+    def healthy(self) -> bool:
+        return self._backend.healthy() and self.turns.healthy()
+
+    def follow(self) -> None:
+        self._backend.follow()
+
+    def shutdown(self) -> None:
+        self.turns.close()
+        with self._calls:
+            self._backend.shutdown()
+
+    def describe(self) -> Mapping[str, Any]:
+        return self._backend.describe()
+
+
+class SamplerInTurns:
+    """A SamplerBackend that uses its GPUs in turns, and sleeps between them.
+
+    A sleeping engine cannot drop an adapter, so `evict` waits for the next load. Nobody waits for it.
+    """
+
+    def __init__(self, backend: VllmSampler, file: Path, deadline_s: float, turn_s: float = _TURN_S) -> None:
+        self._backend = backend
+        self._unwanted: list[str] = []
+        self._evicting = threading.Lock()
+        self.turns = GpuTurns(file, backend.wake, backend.sleep, deadline_s, turn_s)
+
+    def open(self) -> BaseModelInfo:
+        with self.turns.use(), _closed_on_failure(self.turns):
+            return self._backend.open()
+
+    @property
+    def batch(self) -> int:
+        return self._backend.batch
+
+    def load(self, adapter_id: str, folder: Path) -> None:
+        with self.turns.use():
+            with self._evicting:
+                while self._unwanted:
+                    self._backend.evict(self._unwanted.pop())
+            self._backend.load(adapter_id, folder)
+
+    def evict(self, adapter_id: str) -> None:
+        with self._evicting:
+            self._unwanted.append(adapter_id)
+
+    def sample(
+        self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
+    ) -> SampleOutput:
+        with self.turns.use(handle):
+            return self._backend.sample(adapter_id, request, handle)
+
+    def healthy(self) -> bool:
+        return self._backend.healthy() and self.turns.healthy()
+
+    def close(self) -> None:
+        self.turns.close()
+        self._backend.close()
+
+    def describe(self) -> Mapping[str, Any]:
+        return self._backend.describe()
+
+
+@contextmanager
+def _closed_on_failure(turns: GpuTurns) -> Iterator[None]:
+    """Keeps the turn of a backend that could not start: its process ends, and it can neither sleep nor free memory."""
+    try:
+        yield
+    except BaseException:
+        turns.close()
+        raise
