@@ -39,8 +39,9 @@ SETUP := $(VENV)/.setup-done$(if $(ON_GPU),-gpu)
 TEST_SETUP := $(VENV)/.test-setup-done$(if $(ON_GPU),-gpu)
 DOCS_SETUP := $(VENV)/.docs-setup-done
 # vLLM's builds for CUDA and for a CPU have the same files, so an environment has one of them.
-ifneq ($(wildcard $(VENV)/$(if $(ON_GPU),.test-setup-done,.setup-done-gpu)),)
-$(error $(VENV) has vLLM $(if $(ON_GPU),for a CPU,for CUDA): use another clone, or remove it)
+OTHER_BUILD := $(wildcard $(VENV)/$(if $(ON_GPU),.test-setup-done,.setup-done-gpu))
+ifneq ($(and $(OTHER_BUILD),$(filter-out clean help,$(MAKECMDGOALS))),)
+$(error $(VENV) has vLLM $(if $(ON_GPU),for a CPU,for CUDA): use another clone, or run make clean)
 endif
 
 # Without their caches, every process compiles the modules anew that it imports. A process that collects all unit tests

@@ -92,3 +92,11 @@ def test_an_environment_gets_no_second_build_of_vllm(clone: Path, first: list[st
     refused = make(clone, *then)
     assert refused.returncode and refused.stdout == ""
     assert f".venv has vLLM for {'a CPU' if first == ['test'] else 'CUDA'}: use another clone" in refused.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["clean"], ["clean", "GPU=1"]])
+def test_an_environment_with_two_builds_of_vllm_can_be_removed(clone: Path, arguments: list[str]) -> None:
+    finish(clone, "test")
+    (clone / ".venv/.setup-done-gpu").touch()
+    assert make(clone, "unit").returncode
+    assert commands(clone, *arguments)

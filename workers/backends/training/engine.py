@@ -210,7 +210,7 @@ class HiddenStates(nn.Module):
         def enter(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
             if layer not in entered and inputs and inputs[0].requires_grad:
                 inputs[0].register_hook(lambda _: on_leave(layer))
-            entered.add(layer)
+                entered.add(layer)
 
         hooks = [layer.register_forward_pre_hook(enter) for layer in self.layers]
         try:

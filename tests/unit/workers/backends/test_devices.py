@@ -33,7 +33,7 @@ def transformers_sampler(kind: str) -> Any:
 
 @pytest.mark.parametrize(
     ("bound", "named"),
-    [("7,3,9,1", ["cuda:7", "cuda:3", "cuda:9"]), ("", ["cuda:0", "cuda:1", "cuda:2"])],
+    [("7, 3,9,1", ["cuda:7", "cuda:3", "cuda:9"]), ("", ["cuda:0", "cuda:1", "cuda:2"])],
     ids=["bound", "not bound"],
 )
 def test_a_gpu_has_the_number_that_it_is_bound_to_or_else_its_place(

@@ -35,6 +35,20 @@ def test_a_layer_that_runs_twice_is_left_after_both() -> None:
     torch.testing.assert_close(left[1][1], gradients(first), rtol=0, atol=0)
 
 
+def test_a_layer_that_first_runs_without_gradients_is_left_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("llama", num_hidden_layers=2)
+    forward = model.model.forward
+
+    def after_a_look(*args: Any, **named: Any) -> Any:
+        with torch.no_grad():
+            forward(*args, **named)
+        return forward(*args, **named)
+
+    monkeypatch.setattr(model.model, "forward", after_a_look)
+    left = left_layers(model, activation_checkpointing=False)
+    assert [layer for layer, _ in left] == [*reversed(model.model.layers)]
+
+
 def random_model(case: str, **shape: Any) -> Any:
     config = architectures.config_of(case, **shape)
     torch.manual_seed(0)
