@@ -65,6 +65,7 @@ def test_the_tests_of_vllm_run_in_one_process(tmp_path: Path, monkeypatch: pytes
     """Engines that start together take each other's memory for their own."""
     (options,) = {tuple(one.tests[-2:]) for one in SUITES.values() if "vllm" in one.needs}
     monkeypatch.setattr(suites, "_PROCESSES", 2)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     test = 'def test_a(): assert "PYTEST_XDIST_WORKER" not in os.environ'
     found = run(Suite([*suite(tmp_path, test).tests, *options], ["pytest"]), tmp_path, DEADLINE_S)
     assert (found["ok"], found["tests"]) == (True, 1)
