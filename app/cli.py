@@ -14,8 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
-from app import cli_admin
-from app.commands import options
+from app.commands import options, parsers
 from app.errors import SetupError, TinsmithError
 from app.stack.arguments import hide_secrets
 from app.stack.terminal import warn
@@ -85,8 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_logs(commands)
     _add_cancel(commands)
     _add_rebuild(commands)
-    cli_admin.add_admin(commands)
-    cli_admin.add_backup(commands)
+    parsers.add_admin(commands)
+    parsers.add_backup(commands)
     _add_import(commands)
     _add_flower(commands)
     _add_doctor(commands)
@@ -110,7 +109,7 @@ def _add_up(commands: argparse._SubParsersAction[_Parser]) -> None:
     up.add_argument("--quiet", action="store_true", help="print only warnings and `ready URL`")
     _add_server_options(up)
     _add_model_options(up)
-    cli_admin.add_outside_options(up)
+    parsers.add_outside_options(up)
 
 
 def _add_status(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -126,7 +125,7 @@ def _add_status(commands: argparse._SubParsersAction[_Parser]) -> None:
         parser.add_argument(
             "--runs", type=_count, default=20, metavar="N", help="greatest number of runs to show (default 20)"
         )
-        cli_admin.add_stack_options(parser)
+        parsers.add_stack_options(parser)
 
 
 def _add_logs(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -140,7 +139,7 @@ def _add_logs(commands: argparse._SubParsersAction[_Parser]) -> None:
     logs.set_defaults(run=_logs, parser=logs)
     logs.add_argument("request_id", metavar="REQUEST_ID", help="the id of the call's future, such as RUN:7")
     logs.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
-    cli_admin.add_stack_options(logs)
+    parsers.add_stack_options(logs)
 
 
 def _add_cancel(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -156,7 +155,7 @@ def _add_cancel(commands: argparse._SubParsersAction[_Parser]) -> None:
     cancel.add_argument("target", metavar="SESSION|PROJECT", help="the id of a session or of a project")
     cancel.add_argument("--yes", action="store_true", dest="sure", help="do not ask for confirmation")
     cancel.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
-    cli_admin.add_stack_options(cancel)
+    parsers.add_stack_options(cancel)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -170,7 +169,7 @@ def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     doctor.set_defaults(run=_doctor, parser=doctor)
     doctor.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
-    cli_admin.add_stack_options(doctor)
+    parsers.add_stack_options(doctor)
 
 
 def _add_rebuild(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -184,7 +183,7 @@ def _add_rebuild(commands: argparse._SubParsersAction[_Parser]) -> None:
         allow_abbrev=False,
     )
     rebuild.set_defaults(run=_rebuild, parser=rebuild)
-    cli_admin.add_stack_options(rebuild)
+    parsers.add_stack_options(rebuild)
 
 
 def _add_import(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -201,7 +200,7 @@ def _add_import(commands: argparse._SubParsersAction[_Parser]) -> None:
     imports.add_argument("folder", type=Path, metavar="FOLDER")
     imports.add_argument("--base-model", required=True, metavar="NAME", help="the base model's name on this server")
     imports.add_argument("--project", metavar="ID", help="the project that will own it (default: the only one)")
-    cli_admin.add_stack_options(imports)
+    parsers.add_stack_options(imports)
 
 
 def _add_flower(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -216,7 +215,7 @@ def _add_flower(commands: argparse._SubParsersAction[_Parser]) -> None:
     flower.set_defaults(run=_flower, parser=flower)
     flower.add_argument("--address", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     flower.add_argument("--port", type=int, default=5555, help="port to listen on (default 5555)")
-    cli_admin.add_folder_options(flower)
+    parsers.add_folder_options(flower)
 
 
 def _add_server_options(up: argparse.ArgumentParser) -> None:
@@ -303,43 +302,43 @@ def _up(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> int:
     from app.commands.status import status
 
-    return status(cli_admin.options(arguments), runs=arguments.runs, as_json=arguments.json)
+    return status(parsers.options(arguments), runs=arguments.runs, as_json=arguments.json)
 
 
 def _top(arguments: argparse.Namespace) -> int:
     from app.commands.status import top
 
-    return top(cli_admin.options(arguments), runs=arguments.runs)
+    return top(parsers.options(arguments), runs=arguments.runs)
 
 
 def _logs(arguments: argparse.Namespace) -> int:
     from app.commands.logs import logs
 
-    return logs(cli_admin.options(arguments), arguments.request_id, as_json=arguments.as_json)
+    return logs(parsers.options(arguments), arguments.request_id, as_json=arguments.as_json)
 
 
 def _cancel(arguments: argparse.Namespace) -> int:
     from app.commands.cancel import cancel
 
-    return cancel(cli_admin.options(arguments), arguments.target, sure=arguments.sure, as_json=arguments.as_json)
+    return cancel(parsers.options(arguments), arguments.target, sure=arguments.sure, as_json=arguments.as_json)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from app.commands.doctor import doctor
 
-    return doctor(cli_admin.options(arguments), as_json=arguments.as_json)
+    return doctor(parsers.options(arguments), as_json=arguments.as_json)
 
 
 def _rebuild(arguments: argparse.Namespace) -> int:
     from app.commands.recovery import rebuild
 
-    return rebuild(cli_admin.options(arguments))
+    return rebuild(parsers.options(arguments))
 
 
 def _import(arguments: argparse.Namespace) -> int:
     from app.commands.importing import import_folder
 
-    return import_folder(cli_admin.options(arguments), arguments.folder, arguments.base_model, arguments.project)
+    return import_folder(parsers.options(arguments), arguments.folder, arguments.base_model, arguments.project)
 
 
 def _flower(arguments: argparse.Namespace) -> NoReturn:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app import cli_admin
+from app.commands import parsers
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[Any]
@@ -50,7 +50,7 @@ def add_models(commands: Commands) -> None:
     )
     models.set_defaults(run=_models, parser=models)
     models.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
-    cli_admin.add_folder_options(models)
+    parsers.add_folder_options(models)
     add = models.add_subparsers(metavar="ACTION").add_parser(
         "add",
         help="download a model from the Hugging Face hub",
