@@ -17,7 +17,7 @@ import selectors
 import socket
 import struct
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -27,7 +27,8 @@ from gunicorn.http.unreader import SocketUnreader
 from gunicorn.workers.gthread import TConn, ThreadWorker
 
 from app.errors import RequestTimeout
-from app.suspension import SUSPENSION, Suspension
+from app.suspension import SUSPENSION, Ends, Suspension
+from app.thread_pool import WAITS_S, ThreadPool
 
 log = logging.getLogger(__name__)
 ARRIVING = 2048
@@ -49,8 +50,6 @@ IDLE_A_THREAD = 3
 """Idle connections that are kept for each thread."""
 # More resumed requests at once would only make other requests wait for Python's global lock.
 _RESUMED_AT_ONCE = 8
-# Suspended requests whose time ends within the same slot are counted together.
-_SLOT_S = 0.1
 # A larger request is not suspended: its bytes are kept until then.
 _SUSPENDED_BYTES = 16 * 1024
 Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
@@ -154,28 +153,6 @@ class Request(Suspension):
         self.conn, self.data = conn, data
 
 
-class Ends:
-    """Spreads the ends of suspensions over time. Clients poll again at once, so polls that began together would always
-    end together, 5,000 within seconds, and other calls would wait for them each time."""
-
-    def __init__(self) -> None:
-        self._ending = Counter[int]()
-
-    def take(self, now: float, seconds: float) -> tuple[float, int]:
-        """An end in the second half of the next `seconds`, and its slot: the slot with the fewest ends, and of several
-        the last."""
-        last, half = int((now + seconds) / _SLOT_S), int((now + seconds / 2) / _SLOT_S)
-        slot = min(range(last, half, -1), key=self._ending.__getitem__, default=last)
-        self._ending[slot] += 1
-        return now + seconds - (last - slot) * _SLOT_S, slot
-
-    def free(self, slot: int) -> None:
-        """Forgets an end in this slot."""
-        self._ending[slot] -= 1
-        if not self._ending[slot]:
-            del self._ending[slot]
-
-
 class _IsSuspended(Exception):
     """Ends a call of the application that suspended its request."""
 
@@ -202,17 +179,19 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         super().load_wsgi()
         self.wsgi = partial(self._call, self.wsgi)
 
+    def get_thread_pool(self) -> ThreadPool:
+        return ThreadPool(self.cfg.threads)
+
     def enqueue_req(self, conn: TConn) -> None:
         """Waits for the next request of a new connection, or of an idle one that became readable. Most requests are
         there already: waiting for each would take four more system calls of the loop's thread."""
         if conn.parser is None:
             conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
         early = conn.parser.unreader.take_buffered() if conn.parser else b""
-        conn.sock.setblocking(False)
         arrival = Arrival(conn, time.monotonic() + ARRIVAL_S, early)
         if not arrival.is_whole:
             with contextlib.suppress(OSError):  # the event loop notices a connection that has ended
-                arrival.add(conn.sock.recv(_HEAD_BYTES))
+                arrival.add(conn.sock.recv(_HEAD_BYTES, socket.MSG_DONTWAIT))
         if arrival.is_whole and not arrival.is_too_long:
             self._start(arrival)
         else:
@@ -250,14 +229,18 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             return False
 
     def wait_for_and_dispatch_events(self, timeout: float) -> None:
-        """Waits no longer than until the time of a suspended request is over."""
+        """Waits no longer than until the time of a suspended request is over, or the thread pool needs the loop."""
         if self._deadlines:
             timeout = min(timeout, max(0.0, self._deadlines[0][0] - time.monotonic()))
+        if self.tpool.is_behind:
+            timeout = min(timeout, WAITS_S)
         super().wait_for_and_dispatch_events(timeout)
 
     def murder_pending(self) -> None:
         """Closes the connections whose time is over, and resumes such requests; gunicorn calls it after every event. A
         stopping worker also closes those that have sent nothing, and resumes all requests."""
+        if self.tpool.is_behind:
+            self.tpool.relieve()
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
             self._resume(heapq.heappop(self._deadlines)[2])

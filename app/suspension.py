@@ -9,12 +9,15 @@ counts. Under any other server the application finds no Suspension, and waits in
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 SUSPENSION = "tinsmith.suspension"
 SUSPENDED_A_THREAD = 5
 """Requests that may be suspended for each one that may wait in a thread."""
+# Suspended requests whose time ends within the same slot are counted together.
+_SLOT_S = 0.1
 
 
 class Suspension:
@@ -47,3 +50,25 @@ class Suspension:
         assert self._leave is not None
         self.is_over = True
         self._leave()
+
+
+class Ends:
+    """Spreads the ends of suspensions over time. Clients poll again at once, so polls that began together would always
+    end together, 5,000 within seconds, and other calls would wait for them each time."""
+
+    def __init__(self) -> None:
+        self._ending = Counter[int]()
+
+    def take(self, now: float, seconds: float) -> tuple[float, int]:
+        """An end in the second half of the next `seconds`, and its slot: the slot with the fewest ends, and of several
+        the last."""
+        last, half = int((now + seconds) / _SLOT_S), int((now + seconds / 2) / _SLOT_S)
+        slot = min(range(last, half, -1), key=self._ending.__getitem__, default=last)
+        self._ending[slot] += 1
+        return now + seconds - (last - slot) * _SLOT_S, slot
+
+    def free(self, slot: int) -> None:
+        """Forgets an end in this slot."""
+        self._ending[slot] -= 1
+        if not self._ending[slot]:
+            del self._ending[slot]

@@ -66,7 +66,7 @@ MUTANTS = (
     ),
     Mutant(
         "suspension: holds that began together do not end together",
-        _WORKER,
+        "app/suspension.py",
         "key=self._ending.__getitem__, default=last",
         "key=lambda slot: -slot, default=last",
         f"{_SUSPENSION}::test_holds_that_begin_together_end_one_after_another_in_the_second_half_of_their_time",
@@ -124,6 +124,20 @@ MUTANTS = (
         "        if arrival.is_whole:",
         "tests/unit/app/test_gunicorn_worker.py"
         "::test_a_header_that_is_too_long_is_refused_also_behind_a_request_of_its_connection",
+    ),
+    Mutant(
+        "worker: calls without a thread are seen by the event loop",
+        _WORKER,
+        "            self.tpool.relieve()",
+        "            self.alive = False",
+        "tests/unit/app/test_gunicorn_worker.py::test_requests_that_wait_in_their_threads_hold_up_no_other",
+    ),
+    Mutant(
+        "threads: a burst of calls that wait",
+        "app/thread_pool.py",
+        "max(COMPUTING, len(self._waiting))",
+        "COMPUTING",
+        "tests/unit/app/test_thread_pool.py::test_many_calls_that_wait_have_their_threads_within_few_rounds",
     ),
     # Several API processes.
     Mutant(

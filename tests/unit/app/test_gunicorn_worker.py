@@ -6,6 +6,7 @@ import logging
 import selectors
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,7 @@ from app import gunicorn_worker
 from app.api import errors
 from app.errors import RequestTimeout
 from app.gunicorn_worker import Arrival, TimedUnreader, Worker
+from app.thread_pool import COMPUTING, ThreadPool
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\n"
 KEY, SMALL, LARGE = b"X-API-Key: k\r\n", b"Content-Length: 5\r\n", b"Content-Length: 99999999\r\n"
@@ -34,7 +36,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 @pytest.fixture
 def worker() -> Worker:
     made = Worker(1, 1, [], None, 30, Config(), logging.getLogger())
-    made.poller, made.nr_conns = selectors.DefaultSelector(), 1
+    made.poller, made.tpool, made.nr_conns = selectors.DefaultSelector(), made.get_thread_pool(), 1
     return made
 
 
@@ -108,6 +110,20 @@ def test_a_header_that_is_too_long_is_refused_also_behind_a_request_of_its_conne
     assert next(conn.parser).body.read() == b"12345"
     worker.enqueue_req(conn)
     assert (given, worker.nr_conns) == ([conn], 0)
+
+
+def test_requests_that_wait_in_their_threads_hold_up_no_other(worker: Worker) -> None:
+    worker.tpool, answer = ThreadPool(COMPUTING + 1), threading.Event()
+    for _ in range(COMPUTING):
+        worker.tpool.submit(answer.wait)
+    quick = worker.tpool.submit(divmod, 7, 2)
+    for _ in range(1000):
+        if worker.tpool.is_behind:
+            worker.wait_for_and_dispatch_events(3600)
+            worker.murder_pending()
+    assert quick.result(10) == (3, 1)
+    answer.set()
+    worker.tpool.shutdown()
 
 
 def test_a_connection_that_its_client_closes_between_two_requests_is_closed(

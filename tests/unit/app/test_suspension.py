@@ -15,8 +15,8 @@ from gunicorn.glogging import Logger
 from gunicorn.workers.gthread import TConn
 
 from app import gunicorn_worker
-from app.gunicorn_worker import Ends, Worker
-from app.suspension import SUSPENSION, Suspension
+from app.gunicorn_worker import Worker
+from app.suspension import SUSPENSION, Ends, Suspension
 
 LONG_S = 600.0
 

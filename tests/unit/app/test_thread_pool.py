@@ -1,0 +1,125 @@
+"""The pool of threads that run requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from app import thread_pool
+from app.thread_pool import COMPUTING, WAITS_S, ThreadPool
+
+MOST = 100
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPool]:
+    made = ThreadPool(MOST)
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def answer() -> Iterator[threading.Event]:
+    """An answer that calls wait for. It comes at the end of a test at the latest."""
+    made = threading.Event()
+    yield made
+    made.set()
+
+
+class Calls:
+    """Counts the calls that have a thread, all in all and at a time."""
+
+    def __init__(self, answer: threading.Event) -> None:
+        self._lock = threading.Lock()
+        self._answer = answer
+        self.begun = self.most_at_once = self._now = 0
+
+    def wait(self) -> None:
+        with self._lock:
+            self.begun += 1
+            self._now += 1
+            self.most_at_once = max(self.most_at_once, self._now)
+        assert self._answer.wait(60)
+        with self._lock:
+            self._now -= 1
+
+
+def turn(pool: ThreadPool, until: Callable[[], object]) -> int:
+    """Relieves the pool until something is true, and returns how often."""
+    deadline, rounds = time.monotonic() + 60, 0
+    while not until():
+        assert time.monotonic() < deadline
+        time.sleep(2 * WAITS_S)
+        pool.relieve()
+        rounds += 1
+    return rounds
+
+
+def test_a_call_gives_its_result_or_its_error(pool: ThreadPool):
+    assert pool.submit(divmod, 7, 2).result(60) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(divmod, 7, 0).result(60)
+    assert pool.submit(divmod, 7, 2).result(60) == (3, 1)
+
+
+def test_few_calls_compute_at_once(pool: ThreadPool, answer: threading.Event, monkeypatch: pytest.MonkeyPatch):
+    """Each further thread would wait for Python's lock, and make the others wait."""
+    monkeypatch.setattr(thread_pool, "WAITS_S", 3600)
+    calls = Calls(answer)
+    for _ in range(5 * COMPUTING):
+        pool.submit(calls.wait)
+        pool.relieve()
+    assert pool.is_behind
+    answer.set()
+    turn(pool, lambda: calls.begun == 5 * COMPUTING)
+    assert calls.most_at_once == COMPUTING
+
+
+def test_calls_that_wait_hold_up_no_other_call(pool: ThreadPool, answer: threading.Event):
+    for _ in range(MOST - 1):
+        pool.submit(Calls(answer).wait)
+    result = pool.submit(divmod, 7, 2)
+    turn(pool, result.done)
+    assert not answer.is_set()
+
+
+def test_many_calls_that_wait_have_their_threads_within_few_rounds(pool: ThreadPool, answer: threading.Event):
+    """A burst of streams must not wait for as long as it has streams."""
+    calls = Calls(answer)
+    for _ in range(16 * COMPUTING):
+        pool.submit(calls.wait)
+    assert turn(pool, lambda: calls.begun == 16 * COMPUTING) <= 8
+
+
+def test_calls_that_wait_take_no_more_threads_than_the_most(answer: threading.Event):
+    pool, calls = ThreadPool(6), Calls(answer)
+    for _ in range(10):
+        pool.submit(calls.wait)
+    turn(pool, lambda: calls.begun == 6)
+    pool.relieve()
+    assert pool.is_behind
+    answer.set()
+    turn(pool, lambda: calls.begun == 10)
+    assert calls.most_at_once == 6
+    pool.shutdown()
+
+
+def test_after_calls_that_waited_few_threads_are_left(pool: ThreadPool, answer: threading.Event):
+    before, calls = threading.active_count(), Calls(answer)
+    for _ in range(MOST):
+        pool.submit(calls.wait)
+    turn(pool, lambda: calls.begun == MOST)
+    assert threading.active_count() - before == MOST
+    answer.set()
+    turn(pool, lambda: threading.active_count() - before <= COMPUTING)
+    assert pool.submit(divmod, 7, 2).result(60) == (3, 1)
+
+
+def test_a_pool_that_ends_ends_its_threads():
+    before, pool = threading.active_count(), ThreadPool(MOST)
+    pool.submit(divmod, 7, 2).result(60)
+    pool.shutdown()
+    assert threading.active_count() == before
