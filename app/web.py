@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from flask import Flask
@@ -73,9 +74,15 @@ _BLUEPRINTS = (
 )
 
 
+class _Application(Flask):
+    def ensure_sync(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """No function here is a coroutine. Flask would look at five of them for each request."""
+        return func
+
+
 def build(settings: Settings) -> Flask:
     """Builds the application. Raises SetupError when the settings cannot work."""
-    app = Flask("app", static_folder=None)
+    app = _Application("app", static_folder=None)
     app.config[SETTINGS] = settings
     app.config["MAX_CONTENT_LENGTH"] = min(settings.limits.small_body_bytes, settings.api.max_body_bytes)
     app.extensions[EXTENSION] = container.build(settings)

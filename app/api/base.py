@@ -73,7 +73,7 @@ def json_content() -> Any:
     """The body's JSON. Raises the errors of `content`, and of `parse_json`."""
     limits = _settings().limits
     most = limits.json_values if g.get("is_large") else min(limits.json_values, _SMALL_VALUES)
-    return parse_json(content(), limits.model_copy(update={"json_values": most}))
+    return parse_json(content(), limits, most)
 
 
 class _Blueprint(Blueprint):  # type: ignore[misc]

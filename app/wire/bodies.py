@@ -105,10 +105,10 @@ def _whole(unpacker: zstandard.ZstdDecompressor, body: bytes) -> bytes:
     return unpacked
 
 
-def parse_json(body: bytes, limits: LimitSettings) -> Any:
-    """Parses a JSON body. Raises TooLarge for too many values, BadRequest for too deep nesting, and for what is not
-    JSON."""
-    _check_values(body, limits)
+def parse_json(body: bytes, limits: LimitSettings, most: int | None = None) -> Any:
+    """Parses a JSON body. Raises TooLarge for more than `most` values, by default those of the limits, and BadRequest
+    for too deep nesting, and for what is not JSON."""
+    _check_values(body, limits.json_values if most is None else most)
     try:
         found = json.loads(body)
     except ValueError:
@@ -119,13 +119,11 @@ def parse_json(body: bytes, limits: LimitSettings) -> Any:
     return found
 
 
-def _check_values(body: bytes, limits: LimitSettings) -> None:
+def _check_values(body: bytes, most: int) -> None:
     """Raises TooLarge for JSON that would become too many objects. Marks inside strings count as well."""
     values = sum(body.count(mark) for mark in (b",", b":", b"[", b"{"))
-    if values > limits.json_values:
-        raise TooLarge(
-            f"the JSON body holds about {values} values; at most {limits.json_values} are allowed in one call"
-        )
+    if values > most:
+        raise TooLarge(f"the JSON body holds about {values} values; at most {most} are allowed in one call")
 
 
 def check_parts(body: bytes, limits: LimitSettings) -> None:
