@@ -250,6 +250,7 @@ class BaseModelSettings(Section):
             wrong = {
                 f'{name}.backend = "{sampler.backend}"': sampler.backend != "vllm",
                 f"{name}.count = {sampler.count}": sampler.count > 1,
+                f"{name}.engine_args.enable_sleep_mode": "enable_sleep_mode" in sampler.engine_args,
                 f"{other}.count = {trainers}": trainers != 1,
                 f"{other}.hostfile": trainer is not None and bool(trainer.hostfile),
             }

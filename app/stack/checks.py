@@ -195,7 +195,6 @@ def everything(settings: Settings) -> None:
     operators(settings)
     for base in settings.base_models:
         base.check_quantized()
-        base.check_turns()
         ranks(base)
         training(base)
         vllm(base)

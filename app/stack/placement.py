@@ -56,6 +56,8 @@ def check(settings: Settings) -> None:
 
     Raises SetupError. Sections that name the same GPU share its memory.
     """
+    for base in settings.base_models:
+        base.check_turns()
     for section in _sections(settings):
         for gpus in section.copies():
             _check_copy(section, gpus)

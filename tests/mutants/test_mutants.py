@@ -65,7 +65,7 @@ def test_a_guard_that_is_taken_out_is_missed(python: Warm, copy: Path, mutant: M
 def test_the_copies_pass_where_no_guard_is_taken_out(python: Warm, tmp_path: Path):
     """Otherwise a copy in which no test can run would look as if all mutants died.
 
-    `make mutants` runs every test that a mutant names, and `make test` one of each folder, because all pass in the tree.
+    `make mutants` runs every test that a mutant names, and `make test` one of each folder: all pass in the tree.
     """
     copy = _copy(tmp_path)
     by_options: defaultdict[str, list[str]] = defaultdict(list)

@@ -234,7 +234,8 @@ def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides:
     watchdog = _watchdog(parts, serving, end)
     heartbeat = _heartbeat(parts, serving, trainer_role(full=serving.full), watchdog)
     most, changed = serving.base.trainer.max_models, heartbeat.refresh
-    owner = Owner(oplog, backend, parts.keeper, parts.worker, restore, settle, most, changed, shm_transfers.give_up)
+    lost, turn = shm_transfers.give_up, serving.turn_soon
+    owner = Owner(oplog, backend, parts.keeper, parts.worker, restore, settle, most, changed, lost, turn)
     telemetry.SNAPSHOT_AGE.set_function(lambda: snapshots.age_s(owner.residents()))
     drain = Drain(oplog, owner, send, queue)
     retry_backoff = RetryBackoff(send, dispatch.direct_queue(queue, parts.node))
@@ -253,7 +254,8 @@ def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides:
         send,
         queue,
         end,
-        serving.turn,
+        turn,
+        serving.has_turn,
     )
     rebalancer = Rebalancer(runner, owner, parts.records, send, serving.base.name, parts.node, full=serving.full)
     idle_eviction = IdleEviction(
@@ -342,7 +344,7 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
     watchdog = _watchdog(parts, serving, exit_process)
     role = sampler_role(full=serving.full)
     heartbeat = _heartbeat(parts, serving, role, watchdog, backend.batch, sampler.concurrency)
-    probe = Probe(backend, watchdog, parts.settings.engine.healthy_s, serving.has_turn)
+    probe = Probe(backend, watchdog, parts.settings.engine.healthy_s, serving.has_turn, serving.turn_soon)
 
     def close() -> None:
         backend.close()
@@ -373,7 +375,7 @@ def _adapters(parts: Parts, serving: Serving[SamplerBackend], fair_queue: FairQu
     files = AdapterFiles(parts.store, parts.records, nearby, cache, sampler.cache_bytes, request_owner)
     at_a_time = 1 if serving.full else sampler.max_loras
     loaded = 1 if serving.full else sampler.loaded_loras
-    return Adapters(serving.backend, files, AdapterScheduler(at_a_time, fair_queue), loaded)
+    return Adapters(serving.backend, files, AdapterScheduler(at_a_time, fair_queue), loaded, serving.turn)
 
 
 def _weights(parts: Parts) -> ProjectWeights:

@@ -4,9 +4,9 @@ A turn is a `flock` on a file in a folder that both processes see. The kernel fr
 wants a turn takes the `next` lock first and keeps it until the turn is its own. So the holder sees that the other one
 waits, and cannot take a further turn before it.
 
-The holder keeps the turn until the other one asks. Then it gives the turn away as soon as it is idle; if it is busy, it
-begins nothing new once the turn has lasted `_TURN_S`, and ends what it has begun. A sampler sleeps and a trainer frees
-its cached memory before the turn ends.
+The holder keeps the turn until the other one asks. Then it gives the turn away as soon as it is idle for a while; if it
+is busy, it begins nothing new once the turn has lasted `_TURN_S`, and ends what it has begun. A sampler sleeps and a
+trainer frees its cached memory before the turn ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from app.domain.records import BaseModelInfo
 from app.domain.results import Output
 from app.domain.sampling import SampleOutput, SampleRequest
-from app.errors import OpError, Unavailable
+from app.errors import OpError, Requeue, SetupError, Unavailable
 from workers.backends.failures import StallDetector
 from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.backends.training.base import BackendOp, TrainingBackend, Writer
@@ -35,16 +35,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # A sampler of 8B parameters needs about a second to sleep and another one to wake: a tenth of two such turns.
 _TURN_S = 10.0
-# Pauses between the calls of one client are shorter.
+# A sampler has many requests under way, and no client of it waits for an answer before it sends the next one.
 _IDLE_S = 0.1
+# A client of a trainer sends its next call after the answer. A shorter limit would end the turn between two calls.
+_TRAINER_IDLE_S = 1.0
 _POLL_S = 0.02
+# A wait that is longer than two turns and a sample between them is reported.
+_LONG_S = 60.0
+
+
+class NoTurnYet(Requeue):
+    """The turn has not begun in the time that the caller can wait."""
 
 
 class GpuTurns:
     """The turns of this process. Safe from any thread; a thread of its own waits for the locks.
 
     `enter` is called when a turn begins, and `leave` before it ends, both while nothing is in use. The process is
-    `healthy` until one of them fails or takes more than `deadline_s`; the turn is then kept until the process ends.
+    `healthy` until one of them fails or takes more than `deadline_s`; the turn is then kept until the process ends. A
+    turn that the other process waits for ends once it is idle for `idle_s`, or once it has lasted `turn_s`.
+
+    Raises SetupError when the folder of `file` belongs to another user, who could hold the locks for ever.
     """
 
     def __init__(
@@ -54,10 +65,13 @@ class GpuTurns:
         leave: Callable[[], None],
         deadline_s: float,
         turn_s: float = _TURN_S,
+        idle_s: float = _IDLE_S,
     ) -> None:
-        self._enter, self._leave, self._deadline_s, self._turn_s = enter, leave, deadline_s, turn_s
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._turn, self._next = (_opened(file.with_name(f"{file.name}.{kind}")) for kind in ("turn", "next"))
+        self._enter, self._leave, self._deadline_s = enter, leave, deadline_s
+        self._turn_s, self._idle_s = turn_s, idle_s
+        _make_own_folder(file.parent)
+        self._files = [file.with_name(f"{file.name}.{kind}") for kind in ("turn", "next")]
+        self._turn, self._next = map(_opened, self._files)
         self._lock = threading.Lock()
         self._asked, self._admitted = threading.Condition(self._lock), threading.Condition(self._lock)
         self._waiting = self._users = 0
@@ -68,16 +82,17 @@ class GpuTurns:
         threading.Thread(target=self._loop, name="gpu-turns", daemon=True).start()
 
     @contextmanager
-    def use(self, handle: RequestHandle | None = None) -> Iterator[None]:
+    def use(self, handle: RequestHandle | None = None, within_s: float | None = None) -> Iterator[None]:
         """Waits for a turn, which lasts at least as long as the block. A block inside another one of the same thread
         waits for nothing.
 
-        Raises Aborted when `handle` is aborted before, and Unavailable in a process that ends.
+        Raises Aborted when `handle` is aborted before, NoTurnYet after `within_s`, and Unavailable in a process that
+        ends. One who asks again soon after NoTurnYet keeps its place.
         """
         if getattr(self._inside, "a_turn", False):
             yield
             return
-        self._begin(handle)
+        self._begin(handle, within_s)
         self._inside.a_turn = True
         try:
             yield
@@ -99,18 +114,22 @@ class GpuTurns:
             self._ended = True
             self._admitted.notify_all()
 
-    def _begin(self, handle: RequestHandle | None) -> None:
+    def _begin(self, handle: RequestHandle | None, within_s: float | None) -> None:
         if handle is not None:
             handle.on_abort(self._look_again)
         with self._lock:
             self._waiting += 1
             self._asked.notify()
             try:
-                self._admitted.wait_for(lambda: self._open or self._ended or (handle is not None and handle.aborted))
+                self._admitted.wait_for(
+                    lambda: self._open or self._ended or (handle is not None and handle.aborted), within_s
+                )
                 if handle is not None and handle.aborted:
                     raise Aborted("the request was stopped before its turn on the GPU")
                 if self._ended:
                     raise Unavailable("this process takes no further turn on the GPU, because it is about to end")
+                if not self._open:
+                    raise NoTurnYet("the sampler or the trainer that shares the GPU has its turn")
                 self._users += 1
             finally:
                 self._waiting -= 1
@@ -136,9 +155,10 @@ class GpuTurns:
     def _take_turn(self) -> None:
         with self._lock:
             self._asked.wait_for(lambda: self._waiting > 0)
-        fcntl.flock(self._next, fcntl.LOCK_EX)
-        fcntl.flock(self._turn, fcntl.LOCK_EX)
-        fcntl.flock(self._next, fcntl.LOCK_UN)
+        self._lock_turn()
+        if not self._is_still_asked():
+            fcntl.flock(self._turn, fcntl.LOCK_UN)
+            return
         with self._stall_detector.call():
             self._enter()
         began = self._admit()
@@ -153,6 +173,35 @@ class GpuTurns:
             self._leave()
         fcntl.flock(self._turn, fcntl.LOCK_UN)
 
+    def _lock_turn(self) -> None:
+        """Waits for the lock of the turn. Opens the files again if they were removed or replaced meanwhile."""
+        with _reported("waiting for a turn on the GPU for %.0f s: the other process computes, or hangs"):
+            while True:
+                fcntl.flock(self._next, fcntl.LOCK_EX)
+                fcntl.flock(self._turn, fcntl.LOCK_EX)
+                fcntl.flock(self._next, fcntl.LOCK_UN)
+                if self._are_files_there():
+                    return
+                for file in (self._turn, self._next):
+                    os.close(file)
+                self._turn, self._next = map(_opened, self._files)
+
+    def _are_files_there(self) -> bool:
+        """True unless the files of the locks were removed or replaced: another process would lock others then."""
+        try:
+            return all(
+                os.path.samestat(file.stat(), os.fstat(lock))
+                for file, lock in zip(self._files, (self._turn, self._next), strict=True)
+            )
+        except FileNotFoundError:
+            return False
+
+    def _is_still_asked(self) -> bool:
+        """True unless everyone who waited has gone. One who waits in slices comes back within `idle_s`."""
+        with self._lock:
+            self._asked.wait_for(lambda: self._waiting > 0 or self._ended, self._idle_s)
+            return self._waiting > 0 and not self._ended
+
     def _admit(self) -> float:
         """Lets the waiting users begin; returns the time."""
         with self._lock:
@@ -165,17 +214,41 @@ class GpuTurns:
         """True if the turn may end: all that waited for it have begun, and it has lasted long enough or is idle."""
         with self._lock:
             now = time.monotonic()
-            is_idle = not self._users and now - self._used_at >= _IDLE_S
+            is_idle = not self._users and now - self._used_at >= self._idle_s
             return not self._waiting and (is_idle or now - began >= self._turn_s)
 
     def _is_wanted(self) -> bool:
-        """True if another process waits for its turn."""
+        """True if another process waits for its turn, or may wait for other files."""
+        if not self._are_files_there():
+            return True
         try:
             fcntl.flock(self._next, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
         fcntl.flock(self._next, fcntl.LOCK_UN)
         return False
+
+
+def _make_own_folder(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = folder.stat().st_uid
+    if owner != os.getuid():
+        raise SetupError(
+            f"{folder} belongs to user {owner}, not to {os.getuid()}, so the trainer and the sampler cannot take turns "
+            "there; remove it, or set engine.handover_dir to another folder"
+        )
+
+
+@contextmanager
+def _reported(text: str) -> Iterator[None]:
+    """Logs a warning once, if the block takes long."""
+    timer = threading.Timer(_LONG_S, log.warning, [text, _LONG_S])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _opened(file: Path) -> int:
@@ -185,14 +258,15 @@ def _opened(file: Path) -> int:
 class TrainerInTurns:
     """A TrainingBackend that uses its GPUs in turns, and frees what it does not keep between them.
 
-    `capture` copies to host memory and `close` frees, so these two wait for no turn.
+    `capture` copies to host memory and `close` frees, so these two wait for no turn. Several ranks gather on the GPU
+    what they copy; it is freed at once.
     """
 
     def __init__(self, backend: TrainingBackend, file: Path, deadline_s: float, turn_s: float = _TURN_S) -> None:
         self._backend = backend
         self._calls = threading.Lock()
         """A backend takes one call at a time, and a turn ends in another thread."""
-        self.turns = GpuTurns(file, lambda: None, self.free_memory, deadline_s, turn_s)
+        self.turns = GpuTurns(file, lambda: None, self._leave, deadline_s, turn_s, _TRAINER_IDLE_S)
 
     def open(self) -> BaseModelInfo:
         with self.turns.use(), _closed_on_failure(self.turns):
@@ -204,7 +278,10 @@ class TrainerInTurns:
 
     def capture(self, model_id: str, *, optimizer: bool, gradients: bool = False) -> Writer:
         with self._calls:
-            return self._backend.capture(model_id, optimizer=optimizer, gradients=gradients)
+            writer = self._backend.capture(model_id, optimizer=optimizer, gradients=gradients)
+            if not self.turns.held:
+                self._backend.free_memory()
+            return writer
 
     def export(self, model_id: str) -> Writer:
         with self.turns.use(), self._calls:
@@ -217,6 +294,12 @@ class TrainerInTurns:
     def free_memory(self) -> None:
         with self._calls:
             self._backend.free_memory()
+
+    def _leave(self) -> None:
+        """Frees memory. Raises RuntimeError when a backend that has failed may have kept it."""
+        self.free_memory()
+        if not self._backend.healthy():
+            raise RuntimeError("the trainer has failed and may have freed no memory, so it keeps its turn")
 
     def healthy(self) -> bool:
         return self._backend.healthy() and self.turns.healthy()

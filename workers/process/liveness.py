@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -31,6 +31,7 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
 from workers.backends.sampling.base import SamplerBackend
 from workers.process import telemetry
+from workers.process.gpu_turns import NoTurnYet
 
 log = logging.getLogger(__name__)
 BEAT_S = 3.0
@@ -326,16 +327,24 @@ class Watchdog:
 
 class Probe:
     """Samples one token now and then, while no request runs. A token behind a full batch would show nothing, and an
-    engine that died reports it itself. An engine that sleeps is not woken: it is probed once it `has_turn`."""
+    engine that died reports it itself. An engine that sleeps is not woken: it is probed once it `has_turn`. `turn`
+    keeps it awake for the probe, and raises NoTurnYet if it sleeps by now."""
 
     def __init__(
-        self, backend: SamplerBackend, watchdog: Watchdog, every_s: float, has_turn: Callable[[], bool] = lambda: True
+        self,
+        backend: SamplerBackend,
+        watchdog: Watchdog,
+        every_s: float,
+        has_turn: Callable[[], bool] = lambda: True,
+        turn: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._backend, self._watchdog, self._every_s, self._has_turn = backend, watchdog, every_s, has_turn
+        self._backend, self._watchdog, self._every_s = backend, watchdog, every_s
+        self._has_turn, self._turn = has_turn, turn
         self._last = time.monotonic()
 
     def __call__(self) -> None:
         is_due = time.monotonic() - self._last > self._every_s
         if is_due and self._has_turn() and not self._watchdog.busy:
-            self._backend.sample(None, _ONE_TOKEN)
-            self._last = time.monotonic()
+            with suppress(NoTurnYet), self._turn():
+                self._backend.sample(None, _ONE_TOKEN)
+                self._last = time.monotonic()

@@ -43,6 +43,7 @@ from workers.process.gpu_turns import GpuTurns
 from workers.process.liveness import LeaseKeeper
 
 Backend = TypeVar("Backend", TrainingBackend, SamplerBackend)
+_SOON_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,10 @@ class Serving(Generic[Backend]):
     def turn(self) -> Callable[..., AbstractContextManager[object]]:
         """Waits for a turn on the GPUs, which lasts as long as the block. See GpuTurns.use."""
         return nullcontext if self.turns is None else self.turns.use
+
+    def turn_soon(self) -> AbstractContextManager[object]:
+        """Like `turn`, for a thread that has other work too: raises NoTurnYet after half a second."""
+        return nullcontext() if self.turns is None else self.turns.use(within_s=_SOON_S)
 
     def has_turn(self) -> bool:
         return self.turns is None or self.turns.held

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from app.domain.records import ShmTransfer
@@ -39,10 +39,19 @@ class Adapters:
     """Loaded adapters by object-store prefix, which is their id: a prefix always means the same weights.
 
     `most` adapters stay loaded, at least as many as `scheduler` lets run at a time. An evicted adapter leaves its files
-    to `files`, and is loaded again when it is requested."""
+    to `files`, and is loaded again when it is requested. `turn` waits until the sampler may use its GPUs, as long as
+    its block."""
 
-    def __init__(self, backend: SamplerBackend, files: AdapterFiles, scheduler: AdapterScheduler, most: int) -> None:
+    def __init__(
+        self,
+        backend: SamplerBackend,
+        files: AdapterFiles,
+        scheduler: AdapterScheduler,
+        most: int,
+        turn: Callable[[RequestHandle], AbstractContextManager[object]],
+    ) -> None:
         self._backend, self._files, self._scheduler, self._most = backend, files, scheduler, most
+        self._turn = turn
         self._lock = threading.Lock()
         self._loaded: OrderedDict[str, None] = OrderedDict()
         self._in_use: Counter[str] = Counter()
@@ -54,22 +63,22 @@ class Adapters:
         block. Yields None for the base model (an empty prefix).
 
         Raises ServerOpError when its files are gone or damaged, and Unavailable when they cannot be read now. A request
-        that waits for files does not delay the turns of others. Raises Aborted when `handle` is aborted before the
+        that waits for files does not delay the turns of others. Raises Aborted when `handle` is aborted before a
         turn."""
         if not prefix:
             yield None
             return
         turn = self._scheduler.turn(prefix, project, handle)
-        with self._files.use(prefix) as folder, turn, self._loaded_from(folder, prefix):
+        with self._files.use(prefix) as folder, turn, self._loaded_from(folder, prefix, handle):
             yield prefix
 
     @contextmanager
-    def _loaded_from(self, folder: Path, prefix: str) -> Iterator[None]:
+    def _loaded_from(self, folder: Path, prefix: str, handle: RequestHandle) -> Iterator[None]:
         with self._lock:
             self._in_use[prefix] += 1
             loading = self._loading.setdefault(prefix, threading.Lock())
         try:
-            with loading:
+            with self._turn(handle), loading:
                 self._load(prefix, folder)
             yield
         finally:

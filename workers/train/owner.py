@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -104,7 +105,8 @@ class Owner:
     seconds)` saves a state before it is discarded, as far as it can in that time, so that restoring the model is quick.
     `lost(model id)` is called for a model that nothing can restore.
 
-    At most `most` models are held; `changed` is called when one is added or removed.
+    At most `most` models are held; `changed` is called when one is added or removed. `turn` waits until the trainer may
+    use its GPUs, as long as its block.
     """
 
     def __init__(
@@ -118,10 +120,11 @@ class Owner:
         most: int,
         changed: Callable[[], None],
         lost: Callable[[str], None],
+        turn: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._oplog, self._backend, self._keeper = oplog, backend, keeper
         self._worker, self._restore, self._settle = worker, restore, settle
-        self._most, self._changed, self._lost = most, changed, lost
+        self._most, self._changed, self._lost, self._turn = most, changed, lost, turn
         self._residents: dict[str, Resident] = {}
         self._restoring: Lease | None = None
         self._ending = False
@@ -136,12 +139,16 @@ class Owner:
 
     def own(self, model_id: str) -> Resident | OwnedElsewhere:
         """Returns the model, restored if it is new here. Raises NotFound for an unknown model; Exhausted, Unrestorable,
-        Broken, Unavailable."""
+        Broken, Unavailable, NoTurnYet."""
         resident = self._residents.get(model_id)
         if resident is not None and self._keeper.holds(model_id):
             resident.used = time.monotonic()
             return resident
         self.discard(model_id)
+        with self._turn():  # before the lease, so that waiting is no attempt and keeps the model from no other trainer
+            return self._acquired(model_id)
+
+    def _acquired(self, model_id: str) -> Resident | OwnedElsewhere:
         asked = time.monotonic()
         lease = self._oplog.acquire(model_id, self._worker)
         if isinstance(lease, OwnedElsewhere):

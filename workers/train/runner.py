@@ -22,6 +22,7 @@ from app.errors import Fenced, Gone, NewerContent, NotFound, Requeue, ServerOpEr
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry, Lease, NextOp, OwnedElsewhere
 from workers.process import telemetry
+from workers.process.gpu_turns import NoTurnYet
 from workers.train.committer import BackgroundSaves, Committer, StartedOp
 from workers.train.owner import MAX_ATTEMPTS, Broken, Exhausted, OpResult, Owner, Resident, Unrestorable
 from workers.train.scheduler import RetryBackoff, Scheduler
@@ -36,7 +37,8 @@ class TrainingRunner:
 
     `send(kind, request id, model id, queue)` dispatches a request; all trainers of the base read `queue`. `end(why)`
     ends this process, which is then started again; it is called when the backend is no longer `healthy`. `turn` waits
-    until the trainer may use its GPUs, as long as its block.
+    until the trainer may use its GPUs, as long as its block; it raises NoTurnYet after a while. The trainer need not
+    wait while it `has_turn`.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class TrainingRunner:
         queue: str,
         end: Callable[[str], NoReturn],
         turn: Callable[[], AbstractContextManager[object]],
+        has_turn: Callable[[], bool],
     ) -> None:
         self._oplog, self._owner, self._committer, self._healthy = oplog, owner, committer, healthy
         self._retry_backoff, self._scheduler, self._background_saves = retry_backoff, scheduler, background_saves
-        self._send, self._queue, self._end, self._turn = send, queue, end, turn
+        self._send, self._queue, self._end = send, queue, end
+        self._turn, self._has_turn = turn, has_turn
         self._leaving = False
 
     def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
@@ -64,8 +68,8 @@ class TrainingRunner:
         return self._handle(request_id, model_id, kind, in_turn=True)
 
     def leave(self) -> None:
-        """Announces that this worker is about to end: no dispatch waits any longer for a save or for others' turns. May
-        be called from a signal handler."""
+        """Announces that this worker is about to end: no dispatch waits any longer for a save, for others' turns or for
+        the GPU. May be called from a signal handler."""
         self._leaving = True
 
     def commit_saves(self, but: str = "") -> None:
@@ -80,7 +84,7 @@ class TrainingRunner:
         for a save."""
         seq = int(request_id.rpartition(":")[2])
         try:
-            return self._result(request_id, model_id, seq, kind, in_turn=in_turn)
+            return self._result_in_time(request_id, model_id, seq, kind, in_turn=in_turn)
         except (NotFound, Gone):
             self._retry_backoff.forget(model_id)
             return self._oplog.outcome(request_id)
@@ -99,6 +103,15 @@ class TrainingRunner:
             # Otherwise the lease would go on telling the redispatch task that the Op runs here.
             self._owner.discard(model_id)
             raise
+
+    def _result_in_time(self, request_id: str, model_id: str, seq: int, kind: str, *, in_turn: bool) -> Result | None:
+        """Looks at everything again each time that the wait for the GPU has taken a while: saves may be due by now."""
+        while True:
+            try:
+                return self._result(request_id, model_id, seq, kind, in_turn=in_turn)
+            except NoTurnYet:
+                if self._leaving or not in_turn:
+                    raise
 
     def _result(self, request_id: str, model_id: str, seq: int, kind: str, *, in_turn: bool) -> Result | None:
         """Loops until `seq` is the applied one. In each round the model may have been restored, or may be owned
@@ -127,10 +140,12 @@ class TrainingRunner:
                 if self._leaving:
                     raise Requeue(f"{request_id} waits for other calls, and this worker is about to end")
                 served[first.model_id] = first.seq
-                self._serve(first.model_id, first.seq, first.kind)
+                with self._turn():
+                    self._serve(first.model_id, first.seq, first.kind)
                 continue
             if not self._scheduler.is_blocked(resident, waiting):
                 served.clear()
+                self._check_arrived(resident, seq, kind)
                 with self._turn():  # before an Op begins, so that waiting is neither device time nor an attempt
                     result = self._run_next(resident, seq, kind, self._scheduler.batched_with(resident, waiting))
                 if seq == resident.applied:
@@ -142,6 +157,17 @@ class TrainingRunner:
                 self._await_saves(request_id)
             if not in_turn:
                 return None
+
+    def _check_arrived(self, resident: Resident, seq: int, kind: str) -> None:
+        """Raises Requeue when the wait for a turn would be for nothing, because the model's next Op is missing."""
+        at = {resident.lease.model_id: resident.reached + 1}
+        if not self._has_turn() and not self._oplog.heads(at):
+            raise self._missing(resident, seq, kind)
+
+    def _missing(self, resident: Resident, seq: int, kind: str) -> Requeue:
+        model_id = resident.lease.model_id
+        self._retry_backoff.add(model_id, seq, kind)
+        return Requeue(f"seq {resident.reached + 1} of {model_id} has not arrived")
 
     def _await_saves(self, request_id: str) -> None:
         if self._leaving:
@@ -164,12 +190,10 @@ class TrainingRunner:
     def _run_next(self, resident: Resident, seq: int, kind: str, batched_with: Sequence[NextOp]) -> Result | None:
         """Returns the result of the model's next Op, which may share its pass with `batched_with`; None while its
         commit waits."""
-        model_id = resident.lease.model_id
         resident.served = time.monotonic()
         entry = self._owner.begin(resident.lease, resident.reached + 1)
         if entry is None:
-            self._retry_backoff.add(model_id, seq, kind)
-            raise Requeue(f"seq {resident.reached + 1} of {model_id} has not arrived")
+            raise self._missing(resident, seq, kind)
         self._scheduler.begin(entry.owner)
         group = [*(op for head in batched_with if (op := self._begin(head))), StartedOp(resident, entry)]
         started = time.monotonic() - resident.take_debt()

@@ -13,7 +13,7 @@ MUTANTS = (
     Mutant(
         "turns: one at a time",
         _TURNS,
-        "        fcntl.flock(self._turn, fcntl.LOCK_EX)\n",
+        "                fcntl.flock(self._turn, fcntl.LOCK_EX)\n",
         "",
         f"{_OF_TURNS}::test_two_that_are_always_busy_alternate_and_never_overlap",
     ),
@@ -34,9 +34,37 @@ MUTANTS = (
     Mutant(
         "turns: an Op begins behind the wait",
         "workers/train/runner.py",
+        "with self._turn():  # before",
+        "if True:  # before",
+        f"{_SHARED}::test_a_training_call_does_not_begin_before_its_turn",
+    ),
+    Mutant(
+        "turns: a restore begins behind the wait",
+        "workers/train/owner.py",
         "with self._turn():",
         "if True:",
-        f"{_SHARED}::test_a_training_call_does_not_begin_before_its_turn",
+        f"{_SHARED}::test_a_restore_does_not_begin_before_its_turn",
+    ),
+    Mutant(
+        "turns: no switch for an Op that is missing",
+        "workers/train/runner.py",
+        "                self._check_arrived(resident, seq, kind)\n",
+        "",
+        f"{_SHARED}::test_a_call_behind_one_that_is_missing_waits_for_no_turn",
+    ),
+    Mutant(
+        "turns: no switch for a request that was cancelled",
+        _TURNS,
+        "return self._waiting > 0 and not self._ended",
+        "return True",
+        f"{_OF_TURNS}::test_a_turn_that_nobody_waits_for_any_more_does_not_begin",
+    ),
+    Mutant(
+        "turns: a trainer that failed keeps its turn",
+        _TURNS,
+        "if not self._backend.healthy():",
+        "if False:",
+        f"{_SHARED}::test_a_trainer_that_failed_and_may_have_freed_nothing_keeps_its_turn",
     ),
     Mutant(
         "turns: a wait is no device time",

@@ -1,4 +1,4 @@
-"""Guards of suspended polls."""
+"""Guards of the API's event loop and threads: suspended polls, slow clients."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 _WORKER = "app/gunicorn_worker.py"
 _SUSPENSION = "--confcutdir=tests/unit/app/stores tests/unit/app/test_suspension.py"
+_SLOW = "--confcutdir=tests/unit/app/stores tests/unit/app/test_gunicorn_worker.py"
 _PROCESSES = "tests/processes/app/test_api_processes.py"
 
 MUTANTS = (
@@ -138,6 +139,63 @@ MUTANTS = (
         "max(COMPUTING, len(self._waiting))",
         "COMPUTING",
         "tests/unit/app/test_thread_pool.py::test_many_calls_that_wait_have_their_threads_within_few_rounds",
+    ),
+    # Slow clients.
+    Mutant(
+        "slow clients: a thread gets whole requests only",
+        _WORKER,
+        "0 < self._whole <= len(self.data)",
+        "self._whole <= len(self.data)",
+        f"{_SLOW}::test_a_thread_gets_a_request_with_its_small_body_unless_no_credential_comes_with_it",
+    ),
+    Mutant(
+        "slow clients: nothing is kept for a client without a credential",
+        _WORKER,
+        "not _CREDENTIAL.search(head) or ",
+        "",
+        f"{_SLOW}::test_a_thread_gets_a_request_with_its_small_body_unless_no_credential_comes_with_it",
+    ),
+    Mutant(
+        "slow clients: the time for a request to arrive",
+        _WORKER,
+        "arrival.until <= now or ",
+        "",
+        f"{_SLOW}::test_a_connection_is_closed_when_its_request_takes_too_long_and_not_before",
+    ),
+    Mutant(
+        "slow clients: the time for a large body to arrive",
+        _WORKER,
+        "if left <= 0:",
+        "if False:",
+        f"{_SLOW}::test_a_body_that_stalls_ends_and_one_that_keeps_its_rate_goes_on",
+    ),
+    Mutant(
+        "slow clients: a slow body is no client that has gone",
+        _WORKER,
+        "            raise self._too_slow() from None\n",
+        "            raise\n",
+        f"{_SLOW}::test_a_body_that_stalls_is_a_408_with_the_reason_and_one_line_in_the_log",
+    ),
+    Mutant(
+        "slow clients: a response that nobody reads",
+        _WORKER,
+        "        except BlockingIOError:\n            log.info(",
+        "        except ZeroDivisionError:\n            log.info(",
+        f"{_SLOW}::test_a_response_that_nobody_reads_is_one_line_in_the_log",
+    ),
+    Mutant(
+        "slow clients: the cap of connections that are arriving",
+        _WORKER,
+        ">= ARRIVING:",
+        ">= 10 * ARRIVING:",
+        f"{_SLOW}::test_above_the_cap_the_address_with_the_most_arrivals_loses_its_oldest",
+    ),
+    Mutant(
+        "slow clients: the address with the most connections loses one",
+        _WORKER,
+        "max(self._arrivals.values(), key=len)",
+        "min(self._arrivals.values(), key=len)",
+        f"{_SLOW}::test_above_the_cap_the_address_with_the_most_arrivals_loses_its_oldest",
     ),
     # Several API processes.
     Mutant(

@@ -12,7 +12,6 @@ _SESSIONS = f"{_STORES}/test_session_lists.py"
 _RESERVATIONS = f"{_STORES}/test_reservations.py"
 _BUCKET = "--confcutdir=tests/unit/workers/backends/training tests/security/test_hostile_bucket.py"
 _POLLS = "tests/unit/app/services/test_polling.py"
-_SLOW = "--confcutdir=tests/unit/app/stores tests/unit/app/test_gunicorn_worker.py"
 
 _PROJECTS = "tests/unit/app/console/test_projects.py"
 _ADMINISTRATION = "app/services/tenants/administration.py"
@@ -89,63 +88,6 @@ MUTANTS = (
         "  redis.call('ZREM', lists .. former, id)\n",
         "",
         f"{_SESSIONS}::test_a_moved_session_is_on_the_list_of_its_new_project",
-    ),
-    # Slow clients.
-    Mutant(
-        "slow clients: a thread gets whole requests only",
-        "app/gunicorn_worker.py",
-        "0 < self._whole <= len(self.data)",
-        "self._whole <= len(self.data)",
-        f"{_SLOW}::test_a_thread_gets_a_request_with_its_small_body_unless_no_credential_comes_with_it",
-    ),
-    Mutant(
-        "slow clients: nothing is kept for a client without a credential",
-        "app/gunicorn_worker.py",
-        "not _CREDENTIAL.search(head) or ",
-        "",
-        f"{_SLOW}::test_a_thread_gets_a_request_with_its_small_body_unless_no_credential_comes_with_it",
-    ),
-    Mutant(
-        "slow clients: the time for a request to arrive",
-        "app/gunicorn_worker.py",
-        "arrival.until <= now or ",
-        "",
-        f"{_SLOW}::test_a_connection_is_closed_when_its_request_takes_too_long_and_not_before",
-    ),
-    Mutant(
-        "slow clients: the time for a large body to arrive",
-        "app/gunicorn_worker.py",
-        "if left <= 0:",
-        "if False:",
-        f"{_SLOW}::test_a_body_that_stalls_ends_and_one_that_keeps_its_rate_goes_on",
-    ),
-    Mutant(
-        "slow clients: a slow body is no client that has gone",
-        "app/gunicorn_worker.py",
-        "            raise self._too_slow() from None\n",
-        "            raise\n",
-        f"{_SLOW}::test_a_body_that_stalls_is_a_408_with_the_reason_and_one_line_in_the_log",
-    ),
-    Mutant(
-        "slow clients: a response that nobody reads",
-        "app/gunicorn_worker.py",
-        "        except BlockingIOError:\n            log.info(",
-        "        except ZeroDivisionError:\n            log.info(",
-        f"{_SLOW}::test_a_response_that_nobody_reads_is_one_line_in_the_log",
-    ),
-    Mutant(
-        "slow clients: the cap of connections that are arriving",
-        "app/gunicorn_worker.py",
-        ">= ARRIVING:",
-        ">= 10 * ARRIVING:",
-        f"{_SLOW}::test_above_the_cap_the_address_with_the_most_arrivals_loses_its_oldest",
-    ),
-    Mutant(
-        "slow clients: the address with the most connections loses one",
-        "app/gunicorn_worker.py",
-        "max(self._arrivals.values(), key=len)",
-        "min(self._arrivals.values(), key=len)",
-        f"{_SLOW}::test_above_the_cap_the_address_with_the_most_arrivals_loses_its_oldest",
     ),
     # Held polls and streams.
     Mutant(

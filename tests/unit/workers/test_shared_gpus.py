@@ -22,17 +22,33 @@ from app import ids
 from app.domain import ops
 from app.domain.records import Sampler
 from app.domain.sampling import SampleRequest
+from app.errors import Requeue, ServerOpError
 from app.settings import BaseModelSettings
 from app.stores.redis import keys
 from app.stores.redis.records import dump
 from app.wire import tinker_pb2 as pb
 from tests import assembly
-from tests.unit.workers.conftest import BASE, MODEL, World, await_true, logprob_bytes, probe, step, undisturbed
-from workers.backends.sampling.base import SamplerBackend, create
+from tests.unit.workers.conftest import (
+    BASE,
+    MODEL,
+    World,
+    add_model,
+    await_true,
+    logprob_bytes,
+    probe,
+    step,
+    undisturbed,
+)
+from tests.unit.workers.train.saves import OTHER, SAVE, Dispatch, GatedStore, admit, applied, dispatch, store
+from workers.backends.sampling.base import Aborted, RequestHandle, SamplerBackend, create
 from workers.backends.training import backends as training
+from workers.process.fair_queue import FairQueue
 from workers.process.gpu_turns import GpuTurns, SamplerInTurns, TrainerInTurns
+from workers.sample.adapters import Adapters, AdapterScheduler
 from workers.sample.runner import SampleRunner
+from workers.train import scheduler
 
+__all__ = ["dispatch", "store"]  # the fixtures
 SESSION = "session:sample:0"
 REQUEST = SampleRequest(np.array([5, 6, 7], dtype=np.int32), num_samples=2, max_tokens=4, seed=3, ignore_eos=True)
 STEPS = 12
@@ -204,6 +220,136 @@ def test_a_training_call_does_not_begin_before_its_turn(shared: Shared, elsewher
             assert worker.watchdog.healthy()
         assert running.result(_FOREVER_S) is not None
     assert world.client.hgetall(op) != before
+
+
+def test_a_restore_does_not_begin_before_its_turn(shared: Shared, elsewhere: GpuTurns) -> None:
+    world, worker = shared.world, shared.world.worker("shared/1", turns=shared.trainer.turns)
+    assert worker.handle(0, "create_model") is not None
+    world.admit(1, step()[0])
+    worker.drain.release()
+    worker = world.worker("shared/2", turns=shared.trainer.turns)
+
+    def records() -> list[dict[bytes, bytes]]:
+        restore = [key for key in world.client.keys() if b"restore" in key]  # noqa: SIM118
+        found = [keys.op(ids.request_id(MODEL, 1)), keys.model(MODEL), *restore]
+        return [world.client.hgetall(key) for key in found]
+
+    before = records()
+    with ThreadPoolExecutor(1) as pool:
+        with elsewhere.use():
+            running = pool.submit(worker.handle, 1)
+            await_true(lambda: shared.trainer.turns._waiting, "the restore waits for its turn")
+            assert records() == before
+            assert not worker.parts.keeper.holds(MODEL)
+        assert running.result(_FOREVER_S) is not None
+
+
+def test_a_save_is_committed_while_another_call_waits_for_its_turn(
+    shared: Shared, elsewhere: GpuTurns, store: GatedStore, dispatch: Dispatch
+) -> None:
+    world = shared.world
+    worker = world.worker("shared/1", turns=shared.trainer.turns, store=store)
+    add_model(world, OTHER)
+    for model_id in (MODEL, OTHER):
+        dispatch(worker, 0, "create_model", model_id).result(_FOREVER_S)
+    admit(world, *step(0), *step(1))
+    dispatch(worker, 1, "forward_backward").result(_FOREVER_S)
+    admit(world, SAVE, model_id=OTHER)
+    dispatch(worker, 2, "optim_step").result(_FOREVER_S)
+    assert store.asked.wait(_FOREVER_S)
+    with elsewhere.use():
+        waiting = dispatch(worker, 3, "forward_backward")
+        await_true(lambda: shared.trainer.turns._waiting, "the call waits for its turn")
+        store.open.set()
+        await_true(lambda: applied(world, OTHER) == 1, "the save is committed")
+        assert applied(world) == 2
+    assert waiting.result(_FOREVER_S) is not None
+
+
+def test_a_call_that_waits_for_its_turn_goes_to_another_worker_when_this_one_ends(
+    shared: Shared, elsewhere: GpuTurns
+) -> None:
+    worker = shared.world.worker("shared/1", turns=shared.trainer.turns)
+    assert worker.handle(0, "create_model") is not None
+    shared.world.admit(1, step()[0])
+    with ThreadPoolExecutor(1) as pool, elsewhere.use():
+        running = pool.submit(worker.handle, 1)
+        await_true(lambda: shared.trainer.turns._waiting, "the call waits for its turn")
+        worker.runner.leave()
+        with pytest.raises(Requeue):
+            running.result(_FOREVER_S)
+
+
+def test_a_call_behind_one_that_is_missing_waits_for_no_turn(shared: Shared, elsewhere: GpuTurns) -> None:
+    worker = shared.world.worker("shared/1", turns=shared.trainer.turns)
+    assert worker.handle(0, "create_model") is not None
+    shared.world.admit(2, step()[1])
+    worker.runner.leave()  # otherwise a call that waits in vain would wait for ever
+    with elsewhere.use(), pytest.raises(Requeue, match=r"seq 1 of .* has not arrived"):
+        worker.handle(2, "optim_step")
+
+
+def test_a_trainer_keeps_its_turn_between_two_calls_of_a_client(shared: Shared) -> None:
+    assert shared.trainer.turns._idle_s >= scheduler._RECENT_S
+    assert shared.sampler.turns._idle_s < scheduler._RECENT_S
+
+
+def test_a_capture_in_the_samplers_turn_keeps_no_memory_of_the_gpu(shared: Shared, elsewhere: GpuTurns) -> None:
+    worker, on_device = (
+        shared.world.worker("shared/1", turns=shared.trainer.turns),
+        cast(OnDevice, shared.trainer._backend),
+    )
+    assert worker.handle(0, "create_model") is not None
+    with elsewhere.use():
+        freed = on_device.freed
+        shared.trainer.capture(MODEL, optimizer=True)
+        assert on_device.freed == freed + 1
+
+
+def test_a_trainer_that_failed_and_may_have_freed_nothing_keeps_its_turn(
+    shared: Shared, elsewhere: GpuTurns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shared.trainer.turns.use():
+        monkeypatch.setattr(shared.trainer._backend, "healthy", lambda: False, raising=False)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(_use, elsewhere)
+        await_true(lambda: running.done() or not shared.trainer.turns.healthy(), "its process ends")
+        assert not running.done()
+        os.close(shared.trainer.turns._turn)  # as the kernel does when the process ends
+        running.result(_FOREVER_S)
+
+
+def test_a_request_that_is_cancelled_before_its_adapter_is_loaded_ends_at_once(
+    elsewhere: GpuTurns, tmp_path: Path
+) -> None:
+    engine: Any = Engine()
+    sampler = SamplerInTurns(engine, tmp_path / "turns", 60.0, 0.0)
+    adapters = Adapters(sampler, Files(tmp_path), AdapterScheduler(1, FairQueue()), 1, sampler.turns.use)
+    handle = RequestHandle()
+
+    def request() -> None:
+        with adapters.use("adapter", "me", handle):
+            raise ServerOpError("it has its turn")
+
+    with ThreadPoolExecutor(1) as pool, elsewhere.use():
+        running = pool.submit(request)
+        await_true(lambda: sampler.turns._waiting, "the load waits for its turn")
+        handle.abort()
+        with pytest.raises(Aborted):
+            running.result(_FOREVER_S)
+    assert ("load", "adapter", tmp_path) not in engine.calls
+    sampler.turns.close()
+
+
+@dataclass
+class Files:
+    """The files of every adapter are in one folder."""
+
+    folder: Path
+
+    @contextmanager
+    def use(self, prefix: str) -> Iterator[Path]:
+        yield self.folder
 
 
 def test_a_sample_that_waits_for_its_turn_has_no_device_time_yet(shared: Shared, elsewhere: GpuTurns) -> None:

@@ -299,6 +299,15 @@ def test_workers_without_room_on_the_gpus_are_wrong(tmp_path: Path, monkeypatch:
     assert wrong.text.startswith("CUDA_VISIBLE_DEVICES is 'GPU-1'; list the GPUs by nvidia-smi's numbers")
 
 
+def test_a_sampler_that_sleeps_beside_no_trainer_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path, monkeypatch, torch="2.13.0")
+    trainer, sampler = TrainerSettings(count=0), SamplerSettings(backend="vllm", sleep=True)
+    base = BaseModelSettings(name=BASE, path="x", trainer=trainer, sampler=sampler)
+    found = next(iter(doctor.gpus(Settings(base_models=(base,)), {}, driver_of(tmp_path, 1))))
+    assert found.state == WRONG
+    assert "does not go with trainer.count = 0" in found.text
+
+
 def test_a_running_stack_tells_what_adapters_cover_and_who_refuses_a_model(
     tinsmith: Doctor, client: redis.Redis, valkey: str, tmp_path: Path
 ) -> None:

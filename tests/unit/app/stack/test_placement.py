@@ -256,6 +256,10 @@ def test_a_sampler_that_sleeps_on_other_gpus_than_its_trainer_is_refused(base: B
             r"trainer\.hostfile",
         ),
         ({"full_sampler": SamplerSettings(sleep=True, backend="vllm")}, r"full\.count = 0"),
+        (
+            {"sampler": SamplerSettings(sleep=True, backend="vllm", engine_args={"enable_sleep_mode": False})},
+            r"sampler\.engine_args\.enable_sleep_mode",
+        ),
     ],
 )
 def test_a_sampler_that_cannot_take_turns_is_refused_by_the_setting_that_prevents_it(

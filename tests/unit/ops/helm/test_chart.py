@@ -128,6 +128,12 @@ def test_wrong_values_are_refused_by_name(path: str, value: Any, said: str):
         ("several-nodes", "networkPolicy.egress", [], "networkPolicy.egress"),
         ("cpu-demo", "store.url", "https://s3.example.org/tinsmith", "set minio.bundled to false"),
         ("cpu-demo", "baseModels", values("cpu-demo")["baseModels"] * 2, "an id of its own"),
+        (
+            "cpu-demo",
+            "baseModels.0.sampler.settings",
+            {"sleep": True},
+            "sampler.settings.sleep needs handover.hostPath",
+        ),
         ("cpu-demo", "baseModels.0.id", "a-name-of-four-and-twenty", "baseModels"),
     ],
 )

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from app.errors import Unavailable
+from app.errors import SetupError, Unavailable
 from tests.unit.workers.conftest import await_true
 from workers.backends.sampling.base import Aborted, RequestHandle
-from workers.process.gpu_turns import GpuTurns
+from workers.process.gpu_turns import GpuTurns, NoTurnYet
 
 _FOREVER_S = 60.0
 
@@ -25,10 +27,11 @@ _FOREVER_S = 60.0
 class Party:
     """A process's turns, and what happened in them: `events` is shared by all parties of a test."""
 
-    def __init__(self, name: str, file: Path, events: list[str], turn_s: float) -> None:
+    def __init__(self, name: str, file: Path, events: list[str], turn_s: float, idle_s: float) -> None:
         self.name, self.events = name, events
         self.fails = False
-        self.turns = GpuTurns(file, lambda: self._note("begins"), lambda: self._note("ends"), 60.0, turn_s)
+        begins, ends = (partial(self._note, what) for what in ("begins", "ends"))
+        self.turns = GpuTurns(file, begins, ends, 60.0, turn_s, idle_s)
 
     def _note(self, what: str) -> None:
         assert not self.fails
@@ -52,11 +55,11 @@ def events() -> list[str]:
 
 @pytest.fixture
 def parties(tmp_path: Path, events: list[str]) -> Iterator[Parties]:
-    """Makes a trainer and a sampler that share GPUs, with turns of at least `turn_s`."""
+    """Makes a trainer and a sampler that share GPUs, with turns of at least `turn_s`, or `idle_s` where idle."""
     made: list[Party] = []
 
-    def make(turn_s: float = 0.0) -> Sequence[Party]:
-        made.extend(Party(name, tmp_path / "gpus", events, turn_s) for name in ("trainer", "sampler"))
+    def make(turn_s: float = 0.0, idle_s: float = 0.1) -> Sequence[Party]:
+        made.extend(Party(name, tmp_path / "gpus", events, turn_s, idle_s) for name in ("trainer", "sampler"))
         return made
 
     yield make
@@ -118,6 +121,83 @@ def test_an_idle_holder_gives_its_turn_away_however_long_it_may_last(parties: Pa
     sampler.use()
     assert events[2:] == ["trainer ends", "sampler begins", "sampler works"]
     assert not trainer.turns.held
+
+
+def test_a_holder_that_pauses_keeps_its_turn_for_a_while(
+    parties: Parties, events: list[str], pool: ThreadPoolExecutor
+) -> None:
+    trainer, sampler = parties(turn_s=10 * _FOREVER_S, idle_s=10 * _FOREVER_S)
+    trainer.use()
+    sample = pool.submit(sampler.use)
+    await_true(trainer.turns._is_wanted, "the sampler asks")
+    trainer.turns._used_at -= _FOREVER_S
+    assert not trainer.turns._is_over(time.monotonic())
+    trainer.use()
+    assert events == ["trainer begins", *["trainer works"] * 2]
+    trainer.turns._idle_s = 0.0
+    done(sample)
+
+
+def test_a_turn_that_nobody_waits_for_any_more_does_not_begin(
+    parties: Parties, events: list[str], pool: ThreadPoolExecutor
+) -> None:
+    trainer, sampler = parties()
+    may_end, handle = threading.Event(), RequestHandle()
+    step = pool.submit(trainer.use, "works", may_end)
+    await_true(lambda: trainer.turns.held, "the trainer has its turn")
+    request = pool.submit(sampler.use, "works", None, handle)
+    await_true(lambda: not trainer.turns.held, "the sampler asks")
+    handle.abort()
+    with pytest.raises(Aborted):
+        request.result(_FOREVER_S)
+    may_end.set()
+    done(step)
+    trainer.use()
+    assert "sampler begins" not in events
+
+
+def test_one_that_waits_in_slices_gets_its_turn(parties: Parties, events: list[str], pool: ThreadPoolExecutor) -> None:
+    trainer, sampler = parties(idle_s=_FOREVER_S)
+    may_end = threading.Event()
+    step = pool.submit(trainer.use, "works", may_end)
+    await_true(lambda: trainer.turns.held, "the trainer has its turn")
+    for _ in range(3):
+        with pytest.raises(NoTurnYet), sampler.turns.use(within_s=0.01):
+            events.append("sampler works too early")
+    may_end.set()
+    done(step)
+    await_true(lambda: not sampler.turns._stall_detector.seconds and "trainer ends" in events, "the GPU is free")
+    sampler.use()
+    assert events == ["trainer begins", "trainer works", "trainer ends", "sampler begins", "sampler works"]
+
+
+def test_two_whose_files_were_removed_meet_at_the_new_ones(
+    tmp_path: Path, parties: Parties, events: list[str], pool: ThreadPoolExecutor
+) -> None:
+    trainer, _ = parties()
+    trainer.use()
+    for file in tmp_path.glob("gpus.*"):
+        file.unlink()
+    await_true(lambda: not trainer.turns.held, "the trainer's turn ends")
+    sampler = Party("sampler", tmp_path / "gpus", events, 0.0, 0.1)  # started again
+    may_end = threading.Event()
+    sample = pool.submit(sampler.use, "works", may_end)
+    await_true(lambda: sampler.turns.held, "the sampler has its turn")
+    step = pool.submit(trainer.use)
+    await_true(lambda: step.done() or sampler.turns._is_wanted(), "the trainer waits")
+    before = list(events)
+    may_end.set()
+    done(sample)
+    done(step)
+    sampler.turns.close()
+    assert before == ["trainer begins", "trainer works", "trainer ends", "sampler begins", "sampler works"]
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(SetupError, match=f"belongs to user {owner}, .* set engine.handover_dir to another folder"):
+        GpuTurns(tmp_path / "gpus", lambda: None, lambda: None, 60.0)
 
 
 def test_a_busy_holder_ends_what_it_has_begun_and_begins_nothing_new(

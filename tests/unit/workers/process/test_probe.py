@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.errors import ServerOpError
 from workers.process import liveness
+from workers.process.gpu_turns import GpuTurns
 from workers.process.liveness import Probe, Watchdog
 
 
@@ -70,6 +72,17 @@ def test_a_sampler_that_sleeps_is_not_woken_and_is_probed_at_its_next_turn(clock
     awake[0] = True
     tick()
     assert len(sampler.asked) == 1
+
+
+def test_a_sampler_that_falls_asleep_before_its_probe_is_not_woken_and_its_tick_ends(tmp_path: Path):
+    ours, others = (GpuTurns(tmp_path / "gpus", lambda: None, lambda: None, 60.0) for _ in range(2))
+    sampler, watchdog = Sampler(), Watchdog(_TickSender(), lambda: True, 30.0, print)
+    tick = Probe(sampler, watchdog, 0.0, lambda: True, lambda: ours.use(within_s=0.1))
+    with others.use():
+        tick()
+    assert sampler.asked == []
+    for turns in (ours, others):
+        turns.close()
 
 
 def test_a_sampler_that_cannot_sample_leaves_its_tick_unanswered(clock: list[float]):

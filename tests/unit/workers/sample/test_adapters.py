@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def make(store: CountingStore, client: redis.Redis, tmp_path: Path) -> Make:
     def make(backend: SamplerBackend, most: int = 2, at_a_time: int = 2, cache_bytes: int = 2**30) -> Adapters:
         transfers = ShmFolder(tmp_path / "handover", 2**30)
         files = AdapterFiles(store, RedisRecords(client), transfers, tmp_path / "cache", cache_bytes, print)
-        return Adapters(backend, files, AdapterScheduler(at_a_time, FairQueue()), most)
+        return Adapters(backend, files, AdapterScheduler(at_a_time, FairQueue()), most, nullcontext)
 
     return make
 
@@ -232,7 +233,7 @@ def test_a_storm_of_more_adapters_than_fit_gives_each_request_its_own_text(
     assert len({tuple(tokens) for tokens in alone.values()}) == MANY
     transfers = ShmFolder(tmp_path / "handover", 2**30)
     files = AdapterFiles(store, RedisRecords(client), transfers, tmp_path / "cache", 0, print)
-    adapters = Adapters(sampler, files, AdapterScheduler(2, FairQueue()), 4)
+    adapters = Adapters(sampler, files, AdapterScheduler(2, FairQueue()), 4, nullcontext)
     most = 0
 
     def one(prefix: str) -> bool:
