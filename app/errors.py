@@ -183,5 +183,9 @@ class Requeue(TinsmithError):
     """The future has no result yet, and will be dispatched again."""
 
 
+class NoTurnYet(Requeue):
+    """The turn on the GPU has not begun in the time that the caller can wait."""
+
+
 class UnservableModel(SetupError):
     """A base model that can be loaded but not served: starting its worker again cannot help."""

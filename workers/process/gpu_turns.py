@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from app.domain.records import BaseModelInfo
 from app.domain.results import Output
 from app.domain.sampling import SampleOutput, SampleRequest
-from app.errors import OpError, Requeue, SetupError, Unavailable
+from app.errors import NoTurnYet, OpError, SetupError, Unavailable
 from workers.backends.failures import StallDetector
 from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.backends.training.base import BackendOp, TrainingBackend, Writer
@@ -42,10 +42,6 @@ _TRAINER_IDLE_S = 1.0
 _POLL_S = 0.02
 # A wait that is longer than two turns and a sample between them is reported.
 _LONG_S = 60.0
-
-
-class NoTurnYet(Requeue):
-    """The turn has not begun in the time that the caller can wait."""
 
 
 class GpuTurns:

@@ -26,12 +26,12 @@ import redis
 from app.dispatch import TickSender
 from app.domain.records import LAST_WORKERS, LATER_FACTS, READS_GRADIENTS, BaseModelInfo, Demand, Refusal, Worker
 from app.domain.sampling import SampleRequest
+from app.errors import NoTurnYet
 from app.services.base_models import TRAINER_ROLES
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
 from workers.backends.sampling.base import SamplerBackend
 from workers.process import telemetry
-from workers.process.gpu_turns import NoTurnYet
 
 log = logging.getLogger(__name__)
 BEAT_S = 3.0

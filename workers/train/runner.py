@@ -18,11 +18,10 @@ import redis
 from app import dispatch, ids
 from app.domain import ops
 from app.domain.results import Result
-from app.errors import Fenced, Gone, NewerContent, NotFound, Requeue, ServerOpError, Unavailable
+from app.errors import Fenced, Gone, NewerContent, NotFound, NoTurnYet, Requeue, ServerOpError, Unavailable
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry, Lease, NextOp, OwnedElsewhere
 from workers.process import telemetry
-from workers.process.gpu_turns import NoTurnYet
 from workers.train.committer import BackgroundSaves, Committer, StartedOp
 from workers.train.owner import MAX_ATTEMPTS, Broken, Exhausted, OpResult, Owner, Resident, Unrestorable
 from workers.train.scheduler import RetryBackoff, Scheduler

@@ -140,3 +140,10 @@ def test_threads_of_a_loop_do_not_spin_for_long_unless_the_user_wants_it(kind: s
     assert 0 < spins() < 10_000
     assert spins(GOMP_SPINCOUNT="77") == 77
     assert spins(OMP_WAIT_POLICY="active") > 10_000
+
+
+def test_flower_starts_without_the_libraries_that_compute() -> None:
+    """It imports the tasks, and its extra has no torch. A worker imports more only once it knows its GPUs."""
+    code = "import sys, workers.process.runtime; print({'torch', 'transformers', 'vllm'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "set()\n"

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import SetupError, Unavailable
+from app.errors import NoTurnYet, SetupError, Unavailable
 from tests.unit.workers.conftest import await_true
 from workers.backends.sampling.base import Aborted, RequestHandle
-from workers.process.gpu_turns import GpuTurns, NoTurnYet
+from workers.process.gpu_turns import GpuTurns
 
 _FOREVER_S = 60.0
 
