@@ -12,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ _HEAVY = (
 _ENVIRON = {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 _PLUGINS = ["-p", "pytest_timeout"]
 _ENDED_OTHERWISE = 99
+# A run that hangs has failed. pytest-timeout stops its clock when a test has failed, before the fixtures end.
+_LIMIT_S, _HANGS = 300.0, 1
 
 
 class Warm:
@@ -92,6 +95,9 @@ def _run(folder: str, log: str, arguments: list[str]) -> NoReturn:
         os.chdir(folder)
         sys.path[0] = folder
         random.seed()
+        limit = threading.Timer(_LIMIT_S, os._exit, [_HANGS])
+        limit.daemon = True
+        limit.start()
         code = int(import_module("pytest").main([*_PLUGINS, *arguments]))
     except BaseException:
         traceback.print_exc()

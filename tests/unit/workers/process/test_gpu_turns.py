@@ -84,13 +84,15 @@ def test_two_that_are_always_busy_alternate_and_never_overlap(
     ended = threading.Event()
 
     def go_on(party: Party) -> None:
-        while not ended.is_set():
+        while not ended.wait(0.001):
             party.use()
 
     running = [pool.submit(go_on, party) for party in (trainer, sampler, sampler, sampler)]
-    await_true(lambda: events.count("trainer ends") >= 5 and events.count("sampler ends") >= 5, "five turns of each")
-    busy = list(events)
-    ended.set()
+    try:
+        await_true(lambda: min(map(events.count, ("trainer ends", "sampler ends"))) >= 5, "five turns of each")
+    finally:
+        busy = list(events)
+        ended.set()
     for each in running:
         done(each)
     holder = ""
