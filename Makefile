@@ -13,6 +13,8 @@ RUNS ?= 2000
 REQUESTS ?= 20000
 # A file, folder or test for `make test`; empty for all.
 T :=
+# A word in the names of guards for `make mutants`; empty for all.
+K :=
 # Instruction set levels of torch (ATEN_CPU_CAPABILITY) and oneDNN (ONEDNN_MAX_CPU_ISA) for `make isa`, up to this
 # processor's own level: torch does not check a higher one and dies of an illegal instruction.
 ISA ?= default:SSE41 avx2:AVX2 $(if $(shell grep -m 1 avx512f /proc/cpuinfo),avx512:AVX512_CORE)
@@ -136,8 +138,8 @@ docs: $(DOCS_SETUP)  ## Write the documentation as a site into build/site; a bro
 openapi: $(TEST_SETUP)  ## Write docs/openapi.json from the current routes and schemas
 	$(BIN)/python -m ops.openapi
 
-mutants: $(TEST_SETUP)  ## Remove each guard in turn; a test must fail
-	TINSMITH_SLOW_MUTANTS=1 $(BIN)/python -m pytest --timeout 0 -n $(JOBS) --dist worksteal tests/mutants
+mutants: $(TEST_SETUP)  ## Remove each guard in turn; a test must fail; K=WORD takes those with WORD in their names
+	TINSMITH_ALL_MUTANTS=1 $(BIN)/python -m pytest --timeout 0 $(if $(K),-k "exactly_once or $(K)",-n $(JOBS) --dist worksteal) tests/mutants
 
 dist: $(SETUP)  ## Build the source archive and the wheel into dist/
 	$(PIP) install --quiet $(PINNED) build

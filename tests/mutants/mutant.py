@@ -19,3 +19,7 @@ class Mutant:
     new: str
     tests: str
     slow: bool = False
+
+    @property
+    def test_file(self) -> str:
+        return self.tests.rpartition(" ")[2].partition("::")[0]

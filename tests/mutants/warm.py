@@ -33,7 +33,7 @@ _ENVIRON = {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHON
 _PLUGINS = ["-p", "pytest_timeout"]
 _ENDED_OTHERWISE = 99
 # A run that hangs has failed. pytest-timeout stops its clock when a test has failed, before the fixtures end.
-_LIMIT_S, _HANGS = 300.0, 1
+_LIMIT_S, _TESTS_FAILED = 300.0, 1
 
 
 class Warm:
@@ -95,7 +95,7 @@ def _run(folder: str, log: str, arguments: list[str]) -> NoReturn:
         os.chdir(folder)
         sys.path[0] = folder
         random.seed()
-        limit = threading.Timer(_LIMIT_S, os._exit, [_HANGS])
+        limit = threading.Timer(_LIMIT_S, os._exit, [_TESTS_FAILED])
         limit.daemon = True
         limit.start()
         code = int(import_module("pytest").main([*_PLUGINS, *arguments]))

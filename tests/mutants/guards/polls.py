@@ -129,15 +129,15 @@ MUTANTS = (
     Mutant(
         "worker: calls without a thread are seen by the event loop",
         _WORKER,
-        "            self.tpool.relieve()",
+        "            self.tpool.start_more()",
         "            self.alive = False",
         "tests/unit/app/test_gunicorn_worker.py::test_requests_that_wait_in_their_threads_hold_up_no_other",
     ),
     Mutant(
         "threads: a burst of calls that wait",
         "app/thread_pool.py",
-        "max(COMPUTING, len(self._waiting))",
-        "COMPUTING",
+        "max(MOST_BUSY, len(self._waiting))",
+        "MOST_BUSY",
         "tests/unit/app/test_thread_pool.py::test_many_calls_that_wait_have_their_threads_within_few_rounds",
     ),
     # Slow clients.
@@ -212,6 +212,7 @@ MUTANTS = (
         "        multiprocess.mark_process_dead(worker.pid, folder)",
         "        pass",
         f"{_PROCESSES}::test_a_process_that_dies_is_replaced_and_its_polls_are_counted_no_more",
+        slow=True,
     ),
     Mutant(
         "processes: memory and processor time are added up",
