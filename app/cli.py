@@ -302,43 +302,43 @@ def _up(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> int:
     from app.commands.status import status
 
-    return status(parsers.options(arguments), runs=arguments.runs, as_json=arguments.json)
+    return status(parsers.stack_options(arguments), runs=arguments.runs, as_json=arguments.json)
 
 
 def _top(arguments: argparse.Namespace) -> int:
     from app.commands.status import top
 
-    return top(parsers.options(arguments), runs=arguments.runs)
+    return top(parsers.stack_options(arguments), runs=arguments.runs)
 
 
 def _logs(arguments: argparse.Namespace) -> int:
     from app.commands.logs import logs
 
-    return logs(parsers.options(arguments), arguments.request_id, as_json=arguments.as_json)
+    return logs(parsers.stack_options(arguments), arguments.request_id, as_json=arguments.as_json)
 
 
 def _cancel(arguments: argparse.Namespace) -> int:
     from app.commands.cancel import cancel
 
-    return cancel(parsers.options(arguments), arguments.target, sure=arguments.sure, as_json=arguments.as_json)
+    return cancel(parsers.stack_options(arguments), arguments.target, sure=arguments.sure, as_json=arguments.as_json)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from app.commands.doctor import doctor
 
-    return doctor(parsers.options(arguments), as_json=arguments.as_json)
+    return doctor(parsers.stack_options(arguments), as_json=arguments.as_json)
 
 
 def _rebuild(arguments: argparse.Namespace) -> int:
     from app.commands.recovery import rebuild
 
-    return rebuild(parsers.options(arguments))
+    return rebuild(parsers.stack_options(arguments))
 
 
 def _import(arguments: argparse.Namespace) -> int:
     from app.commands.importing import import_folder
 
-    return import_folder(parsers.options(arguments), arguments.folder, arguments.base_model, arguments.project)
+    return import_folder(parsers.stack_options(arguments), arguments.folder, arguments.base_model, arguments.project)
 
 
 def _flower(arguments: argparse.Namespace) -> NoReturn:

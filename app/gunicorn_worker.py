@@ -240,7 +240,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         """Closes the connections whose time is over, and resumes such requests; gunicorn calls it after every event. A
         stopping worker also closes those that have sent nothing, and resumes all requests."""
         if self.tpool.is_behind:
-            self.tpool.relieve()
+            self.tpool.start_more()
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
             self._resume(heapq.heappop(self._deadlines)[2])

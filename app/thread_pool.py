@@ -1,4 +1,4 @@
-"""A pool with few threads that compute, and with more where calls wait.
+"""A pool with few busy threads, and with more where calls wait.
 
 A thread that computes needs Python's global lock again after each of its system calls. With a thread for each of 32
 reads at a time, one read took some 30 switches between threads, and with four threads some 5.
@@ -13,22 +13,23 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
-COMPUTING = 4
-"""Most threads that compute. They take the calls in their order."""
+MOST_BUSY = 4
+"""Most threads whose call has taken less than WAITS_S. They take the calls in their order."""
 WAITS_S = 0.01
-"""A call that takes longer is taken to wait for a client, a store or a result. Its thread does not count."""
+"""A call that takes longer is taken to wait for a client, a store or a result."""
 
 
 class ThreadPool:
-    """Runs calls in at most `most` threads. While it is behind, its owner has to call `relieve` every WAITS_S."""
+    """Runs calls in at most `most` threads. While it is behind, its owner has to call `start_more` every WAITS_S."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._calls = SimpleQueue[Callable[[], None] | None]()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler of gunicorn calls `shutdown` between any two steps
         self._threads = set[threading.Thread]()
-        # Threads that have a call, the oldest call first, and those of them that wait.
+        # When each call began that is not taken to wait yet.
         self._began: dict[threading.Thread, float] = {}
+        # Threads whose call has taken longer than WAITS_S.
         self._waiting = set[threading.Thread]()
 
     @property
@@ -41,19 +42,19 @@ class ThreadPool:
         future = Future[Any]()
         self._calls.put(lambda: _finish(future, call, args))
         with self._lock:
-            self._start(COMPUTING - len(self._threads))
+            self._start(MOST_BUSY - len(self._threads))
         return future
 
-    def relieve(self) -> None:
-        """Starts threads for the calls that have none, if the others wait: as many as wait, so that many calls that
-        wait take few rounds."""
+    def start_more(self) -> None:
+        """Takes calls older than WAITS_S as waiting. If fewer than MOST_BUSY threads are left for other calls, starts
+        threads for calls that have none: as many as wait, so that each round about doubles the number."""
         with self._lock:
             until = time.monotonic() - WAITS_S
             for thread in [thread for thread, began in self._began.items() if began <= until]:
                 del self._began[thread]
                 self._waiting.add(thread)
-            if self._computing < COMPUTING:
-                self._start(max(COMPUTING, len(self._waiting)) - self._computing)
+            if self._busy < MOST_BUSY:
+                self._start(max(MOST_BUSY, len(self._waiting)) - self._busy)
 
     def shutdown(self, wait: bool = True) -> None:
         """Ends the threads after their calls."""
@@ -65,7 +66,7 @@ class ThreadPool:
             thread.join()
 
     @property
-    def _computing(self) -> int:
+    def _busy(self) -> int:
         return len(self._threads) - len(self._waiting)
 
     def _start(self, count: int) -> None:
@@ -84,7 +85,7 @@ class ThreadPool:
             with self._lock:
                 self._began.pop(me, None)
                 self._waiting.discard(me)
-                if ends := self._computing > COMPUTING:
+                if ends := self._busy > MOST_BUSY:
                     self._threads.discard(me)
 
 

@@ -1,4 +1,4 @@
-"""The arguments of `tinsmith admin`, `backup` and `restore`. These commands work on a stack from outside.
+"""The arguments of `tinsmith admin`, `backup` and `restore`, and the options with which a command selects a stack.
 
 app/commands/admin.py and app/commands/recovery.py do the work; they are imported when a command runs.
 """
@@ -56,7 +56,7 @@ def add_outside_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def options(arguments: argparse.Namespace) -> Options:
+def stack_options(arguments: argparse.Namespace) -> Options:
     """Returns the values of the options that `add_stack_options` adds."""
     from app.stack.config import Options
 
@@ -191,19 +191,19 @@ def _sentence(text: str) -> str:
 def _run(arguments: argparse.Namespace) -> int:
     from app.commands import admin
 
-    return admin.run(options(arguments), arguments.function, arguments)
+    return admin.run(stack_options(arguments), arguments.function, arguments)
 
 
 def _show_audit(arguments: argparse.Namespace) -> int:
     from app.commands import admin
 
-    return admin.show_audit(options(arguments), arguments.scope, arguments.day)
+    return admin.show_audit(stack_options(arguments), arguments.scope, arguments.day)
 
 
 def _show_usage(arguments: argparse.Namespace) -> int:
     from app.commands import admin
 
-    return admin.show_usage(options(arguments), arguments.project, arguments.month)
+    return admin.show_usage(stack_options(arguments), arguments.project, arguments.month)
 
 
 def _month(text: str) -> date:
@@ -276,10 +276,10 @@ def _file_command(commands: Commands, name: str, about: str, more: str) -> argpa
 def _backup(arguments: argparse.Namespace) -> int:
     from app.commands.recovery import backup
 
-    return backup(options(arguments), arguments.file)
+    return backup(stack_options(arguments), arguments.file)
 
 
 def _restore(arguments: argparse.Namespace) -> int:
     from app.commands.recovery import restore
 
-    return restore(options(arguments), arguments.file)
+    return restore(stack_options(arguments), arguments.file)

@@ -240,11 +240,11 @@ class BaseModelSettings(Section):
     def check_turns(self) -> None:
         """Raises SetupError when a sampler that sleeps has no trainer, or more than one, to take turns with."""
         pairs = (
-            ("sampler", self.sampler, "trainer", self.trainer),
-            ("full_sampler", self.full_sampler, "full", self.full),
+            (False, "sampler", self.sampler, "trainer", self.trainer),
+            (True, "full_sampler", self.full_sampler, "full", self.full),
         )
-        for name, sampler, other, trainer in pairs:
-            if sampler is None or not (sampler.sleep and sampler.count):
+        for full, name, sampler, other, trainer in pairs:
+            if sampler is None or not self.takes_turns(full=full):
                 continue
             trainers = 0 if trainer is None else trainer.count
             wrong = {

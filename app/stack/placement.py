@@ -30,8 +30,8 @@ class _Section(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The part of a GPU's memory that it takes beside other workers. Of two that take turns, only the larger part
-        is in use at a time, and the trainer's counts first."""
+        """The part of a GPU's memory that this section adds. A sampler that takes turns adds only what it needs beyond
+        its trainer's part."""
         return max(0.0, self.workers.gpu_share - (self.trainer.workers.gpu_share if self.trainer else 0.0))
 
     @property
@@ -81,13 +81,13 @@ def place(settings: Settings, gpus: Callable[[], Sequence[int]]) -> Settings:
     visible = gpus() if missing else ()
     if not visible:
         return settings
-    own, taken = _without_hostfiles(settings, visible), _shares(settings)
+    usable, taken = _without_hostfiles(settings, visible), _shares(settings)
     placed: dict[tuple[str, str], list[list[int]]] = {}
     for section in missing:
-        its_own = own
+        allowed = usable
         if (trainer := section.trainer) is not None:
-            its_own = trainer.gpus or placed[trainer.base, trainer.name][0]
-        placed[section.base, section.name] = _free(section, its_own, taken)
+            allowed = trainer.gpus or placed[trainer.base, trainer.name][0]
+        placed[section.base, section.name] = _free(section, allowed, taken)
     bases = [_with_devices(base, placed) for base in settings.base_models]
     return settings.model_copy(update={"base_models": tuple(bases)})
 

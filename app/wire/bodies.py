@@ -106,7 +106,7 @@ def _whole(unpacker: zstandard.ZstdDecompressor, body: bytes) -> bytes:
 
 
 def parse_json(body: bytes, limits: LimitSettings, most: int | None = None) -> Any:
-    """Parses a JSON body. Raises TooLarge for more than `most` values, by default those of the limits, and BadRequest
+    """Parses a JSON body. Raises TooLarge for more than `most` values, by default `limits.json_values`, and BadRequest
     for too deep nesting, and for what is not JSON."""
     _check_values(body, limits.json_values if most is None else most)
     try:

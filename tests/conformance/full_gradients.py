@@ -73,7 +73,8 @@ def watched(settings: str, folder: str) -> None:
 
 
 def fails_midway(settings: str) -> None:
-    """Memory runs out on the second rank, within a backward pass. Later a weight has a use before its layer."""
+    """Memory runs out on the second rank, within a backward pass. Then a weight is also used
+    before its layer, so its gradient comes too late."""
     backend = opened(settings)
     if not is_first():
         run_out_once()

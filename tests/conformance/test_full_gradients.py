@@ -39,7 +39,7 @@ def test_no_rank_holds_the_gradients_of_two_layers(base: Path, tmp_path: Path, s
         assert relative_error(dict(found), {name: wanted[name] for name in found}) < 1e-5
 
 
-def test_memory_that_runs_out_within_a_backward_pass_fails_the_op_on_both_ranks(base: Path) -> None:
+def test_an_op_that_runs_out_of_memory_fails_on_both_ranks_and_a_late_gradient_ends_the_trainer(base: Path) -> None:
     ranks = settings(base, backend="deepspeed", zero_stage=2, ranks=2)
     assert run_group(full_gradients.fails_midway, ranks) == [0, 0]
 

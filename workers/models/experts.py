@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface, _grouped_linear, _grouped_mm
 
+from workers.backends.copies import moved
 from workers.models import coverage
 from workers.models.quantized import QuantizedWeight, for_product
 
@@ -218,8 +219,8 @@ class _Rows:
         group = group * kinds
         if kinds > 1:
             unit = len(group) // sum(share for _, share in segments)
-            shares = _moved([share * unit for _, share in segments], device)
-            numbers = _moved([self.adapters.index(owner) for owner in owners], device)
+            shares = moved(torch.tensor([share * unit for _, share in segments]), device)
+            numbers = moved(torch.tensor([self.adapters.index(owner) for owner in owners]), device)
             group = group + numbers.repeat_interleave(shares, output_size=len(group))
         group, choices = torch.sort(group, stable=True)
         # In the place of torch.bincount, for which the host waits.
@@ -266,7 +267,7 @@ class _Rows:
         nothing = x.new_zeros(count, rank, x.shape[1]), x.new_zeros(count, out.shape[1], rank)
         pairs = [nothing if adapter is None else _padded(adapter.pairs[path], count, rank) for adapter in self.adapters]
         a, b = (torch.stack(parts, 1).flatten(0, 1).to(x.dtype) for parts in zip(*pairs, strict=True))
-        scalings = _moved([0.0 if one is None else one.scaling for one in self.adapters], x.device)
+        scalings = moved(torch.tensor([0.0 if one is None else one.scaling for one in self.adapters]), x.device)
         low = _grouped_mm(x, a.mT, self.ends) * scalings.to(x.dtype)[self.kinds, None]
         return out.add_(_grouped_mm(low, b.mT, self.ends))
 
@@ -300,11 +301,6 @@ class _Combine(torch.autograd.Function):
         of_rows = weights.new_zeros(len(x)).index_copy(0, places.flatten(), weights.flatten())
         of_weights = torch.bmm(x[places.flatten()].view(*places.shape, -1), gradient[:, :, None])[..., 0]
         return gradient.index_select(0, tokens) * of_rows[:, None], of_weights, None, None
-
-
-def _moved(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """The numbers on `device`. The host does not wait for a GPU, which may be busy with the layers before."""
-    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def _rounded(sizes: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from workers.models.coverage import has_experts
 
 log = logging.getLogger(__name__)
-_WITHOUT = "no fused kernels, so layers take half as much time again"
+_NO_KERNELS = "no fused kernels, so layers take 1.5 times as long"
 _ROTATE = "apply_rotary_pos_emb"
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 """Maps query and key [B, heads, T, D], cos and sin [B, T, D] to the turned query and key."""
@@ -32,7 +32,7 @@ def usable(device: torch.device) -> bool:
     if find_spec("liger_kernel") is None:
         log.warning(
             "%s: liger-kernel is not installed. Run `pip install liger-kernel`, or `make setup GPU=1` in a checkout",
-            _WITHOUT,
+            _NO_KERNELS,
         )
         return False
     from liger_kernel.ops import LigerRMSNormFunction
@@ -42,7 +42,7 @@ def usable(device: torch.device) -> bool:
     except Exception as error:  # Triton compiles when a kernel is first used, and passes on any error
         log.warning(
             "%s: Triton cannot compile (%s). It needs a C compiler and Python's headers: apt install gcc python3-dev",
-            _WITHOUT,
+            _NO_KERNELS,
             error,
         )
         return False

@@ -21,8 +21,8 @@ from transformers import AutoImageProcessor
 
 from app.domain.images import MAX_PIXELS, Image
 from app.errors import SetupError, UserOpError
+from workers.backends.copies import moved
 from workers.backends.failures import ran_out_of_memory
-from workers.backends.training.ranks import moved
 
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """The model types of configurations whose models this module knows: M-RoPE positions, features from

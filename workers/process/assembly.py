@@ -234,8 +234,8 @@ def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides:
     watchdog = _watchdog(parts, serving, end)
     heartbeat = _heartbeat(parts, serving, trainer_role(full=serving.full), watchdog)
     most, changed = serving.base.trainer.max_models, heartbeat.refresh
-    lost, turn = shm_transfers.give_up, serving.turn_soon
-    owner = Owner(oplog, backend, parts.keeper, parts.worker, restore, settle, most, changed, lost, turn)
+    lost, gpu_turn = shm_transfers.give_up, serving.gpu_turn_soon
+    owner = Owner(oplog, backend, parts.keeper, parts.worker, restore, settle, most, changed, lost, gpu_turn)
     telemetry.SNAPSHOT_AGE.set_function(lambda: snapshots.age_s(owner.residents()))
     drain = Drain(oplog, owner, send, queue)
     retry_backoff = RetryBackoff(send, dispatch.direct_queue(queue, parts.node))
@@ -254,8 +254,8 @@ def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides:
         send,
         queue,
         end,
-        turn,
-        serving.has_turn,
+        gpu_turn=gpu_turn,
+        has_gpu_turn=serving.has_gpu_turn,
     )
     rebalancer = Rebalancer(runner, owner, parts.records, send, serving.base.name, parts.node, full=serving.full)
     idle_eviction = IdleEviction(
@@ -334,7 +334,7 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
         throttled,
         RouteFiles(parts.store, parts.records.now),
         DeviceClock(sampler.gpus_needed),
-        serving.turn,
+        gpu_turn=serving.gpu_turn,
     )
     # While the state server is away this channel misses cancellations. The lease renewal reports them, a third of the
     # lease time later.
@@ -344,7 +344,7 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
     watchdog = _watchdog(parts, serving, exit_process)
     role = sampler_role(full=serving.full)
     heartbeat = _heartbeat(parts, serving, role, watchdog, backend.batch, sampler.concurrency)
-    probe = Probe(backend, watchdog, parts.settings.engine.healthy_s, serving.has_turn, serving.turn_soon)
+    probe = Probe(backend, watchdog, parts.settings.engine.healthy_s, serving.has_gpu_turn, serving.gpu_turn_soon)
 
     def close() -> None:
         backend.close()
@@ -356,8 +356,8 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
         for request_id in runner.hand_back():
             parts.dispatcher.send("sample", request_id, request_id.rpartition(":")[0], queue)
 
-    chores, leave = sweeper(parts), heartbeat.leave
-    runtime = Runtime(runner, runner, queue, heartbeat, watchdog, chores, probe, close, leave, hand_back)
+    sweep, leave = sweeper(parts), heartbeat.leave
+    runtime = Runtime(runner, runner, queue, heartbeat, watchdog, sweep, probe, close, leave, hand_back)
     return Sampler(parts, runner, cancellations, runtime)
 
 
@@ -375,7 +375,7 @@ def _adapters(parts: Parts, serving: Serving[SamplerBackend], fair_queue: FairQu
     files = AdapterFiles(parts.store, parts.records, nearby, cache, sampler.cache_bytes, request_owner)
     at_a_time = 1 if serving.full else sampler.max_loras
     loaded = 1 if serving.full else sampler.loaded_loras
-    return Adapters(serving.backend, files, AdapterScheduler(at_a_time, fair_queue), loaded, serving.turn)
+    return Adapters(serving.backend, files, AdapterScheduler(at_a_time, fair_queue), loaded, serving.gpu_turn)
 
 
 def _weights(parts: Parts) -> ProjectWeights:

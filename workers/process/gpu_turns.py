@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # A sampler of 8B parameters needs about a second to sleep and another one to wake: a tenth of two such turns.
 _TURN_S = 10.0
-# A sampler has many requests under way, and no client of it waits for an answer before it sends the next one.
+# Requests of many clients overlap in a sampler, so a short pause shows that none is left.
 _IDLE_S = 0.1
-# A client of a trainer sends its next call after the answer. A shorter limit would end the turn between two calls.
+# A client of a trainer may send its next call only after the answer. A shorter limit would end the turn between them.
 _TRAINER_IDLE_S = 1.0
 _POLL_S = 0.02
-# A wait that is longer than two turns and a sample between them is reported.
+# A wait of more than a minute is logged.
 _LONG_S = 60.0
 
 
@@ -180,10 +180,11 @@ class GpuTurns:
                     return
                 for file in (self._turn, self._next):
                     os.close(file)
+                _make_own_folder(self._files[0].parent)
                 self._turn, self._next = map(_opened, self._files)
 
     def _are_files_there(self) -> bool:
-        """True unless the files of the locks were removed or replaced: another process would lock others then."""
+        """False if the lock files were removed or replaced: another process may then lock the new ones."""
         try:
             return all(
                 os.path.samestat(file.stat(), os.fstat(lock))
@@ -214,7 +215,7 @@ class GpuTurns:
             return not self._waiting and (is_idle or now - began >= self._turn_s)
 
     def _is_wanted(self) -> bool:
-        """True if another process waits for its turn, or may wait for other files."""
+        """True if another process waits for its turn, or if the files were replaced."""
         if not self._are_files_there():
             return True
         try:

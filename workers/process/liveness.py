@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -327,24 +327,24 @@ class Watchdog:
 
 class Probe:
     """Samples one token now and then, while no request runs. A token behind a full batch would show nothing, and an
-    engine that died reports it itself. An engine that sleeps is not woken: it is probed once it `has_turn`. `turn`
-    keeps it awake for the probe, and raises NoTurnYet if it sleeps by now."""
+    engine that died reports it itself. An engine that sleeps is not woken: it is probed once it `has_gpu_turn`.
+    `gpu_turn` keeps it awake for the probe, and raises NoTurnYet if it has fallen asleep meanwhile."""
 
     def __init__(
         self,
         backend: SamplerBackend,
         watchdog: Watchdog,
         every_s: float,
-        has_turn: Callable[[], bool] = lambda: True,
-        turn: Callable[[], AbstractContextManager[object]] = nullcontext,
+        has_gpu_turn: Callable[[], bool],
+        gpu_turn: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._backend, self._watchdog, self._every_s = backend, watchdog, every_s
-        self._has_turn, self._turn = has_turn, turn
+        self._has_gpu_turn, self._gpu_turn = has_gpu_turn, gpu_turn
         self._last = time.monotonic()
 
     def __call__(self) -> None:
         is_due = time.monotonic() - self._last > self._every_s
-        if is_due and self._has_turn() and not self._watchdog.busy:
-            with suppress(NoTurnYet), self._turn():
+        if is_due and self._has_gpu_turn() and not self._watchdog.busy:
+            with suppress(NoTurnYet), self._gpu_turn():
                 self._backend.sample(None, _ONE_TOKEN)
                 self._last = time.monotonic()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.pages import RedisPages
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords
-from workers.backends.sampling.base import SamplerBackend
+from workers.backends.sampling.base import RequestHandle, SamplerBackend
 from workers.backends.training.base import TrainingBackend
 from workers.checkpoints.shm_transfer import ShmFolder
 from workers.maintenance.adapters import EphemeralAdapters
@@ -126,16 +126,15 @@ class Serving(Generic[Backend]):
     turns: GpuTurns | None = None
     """The turns on GPUs that a trainer and a sampler share; None where they do not."""
 
-    @property
-    def turn(self) -> Callable[..., AbstractContextManager[object]]:
+    def gpu_turn(self, handle: RequestHandle) -> AbstractContextManager[object]:
         """Waits for a turn on the GPUs, which lasts as long as the block. See GpuTurns.use."""
-        return nullcontext if self.turns is None else self.turns.use
+        return nullcontext() if self.turns is None else self.turns.use(handle)
 
-    def turn_soon(self) -> AbstractContextManager[object]:
-        """Like `turn`, for a thread that has other work too: raises NoTurnYet after half a second."""
+    def gpu_turn_soon(self) -> AbstractContextManager[object]:
+        """Like `gpu_turn`, for a thread that has other work too: raises NoTurnYet after half a second."""
         return nullcontext() if self.turns is None else self.turns.use(within_s=_SOON_S)
 
-    def has_turn(self) -> bool:
+    def has_gpu_turn(self) -> bool:
         return self.turns is None or self.turns.held
 
 

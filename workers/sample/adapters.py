@@ -39,8 +39,8 @@ class Adapters:
     """Loaded adapters by object-store prefix, which is their id: a prefix always means the same weights.
 
     `most` adapters stay loaded, at least as many as `scheduler` lets run at a time. An evicted adapter leaves its files
-    to `files`, and is loaded again when it is requested. `turn` waits until the sampler may use its GPUs, as long as
-    its block."""
+    to `files`, and is loaded again when it is requested. `gpu_turn` waits until the sampler may use its GPUs, as long
+    as its block."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class Adapters:
         files: AdapterFiles,
         scheduler: AdapterScheduler,
         most: int,
-        turn: Callable[[RequestHandle], AbstractContextManager[object]],
+        gpu_turn: Callable[[RequestHandle], AbstractContextManager[object]],
     ) -> None:
         self._backend, self._files, self._scheduler, self._most = backend, files, scheduler, most
-        self._turn = turn
+        self._gpu_turn = gpu_turn
         self._lock = threading.Lock()
         self._loaded: OrderedDict[str, None] = OrderedDict()
         self._in_use: Counter[str] = Counter()
@@ -78,12 +78,14 @@ class Adapters:
             self._in_use[prefix] += 1
             loading = self._loading.setdefault(prefix, threading.Lock())
         try:
-            with self._turn(handle), loading:
+            with self._gpu_turn(handle), loading:
                 self._load(prefix, folder)
             yield
         finally:
             with self._lock:
                 self._in_use[prefix] -= 1
+                if not self._in_use[prefix] and prefix not in self._loaded:
+                    del self._loading[prefix], self._in_use[prefix]
             self._evict_unused()
 
     def _load(self, prefix: str, folder: Path) -> None:

@@ -74,7 +74,6 @@ class BatchAdmission:
         handle.project, handle.weight = project, mine.weight
         handle.on_end = lambda: self._make_room(mine, 1)
         self._wait(mine, handle)
-        handle.prompt_tokens = len(request.prompt)
         try:
             yield
         finally:

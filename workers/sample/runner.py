@@ -58,13 +58,14 @@ class _Ran(NamedTuple):
 class SampleRunner:
     """Runs sampling requests. `handle` blocks until the sample is ready; each future is handled in its own thread.
 
-    Aborting a request's watch stops the request: when it was cancelled, or when its lease was lost.
+    Aborting a request's handle stops the request: when it was cancelled, or when its lease was lost.
 
     A worker that dies costs each request it has begun one attempt, whichever request killed it. So a worker never runs
     two requests in their last attempt at once: the request that kills workers ends as failed, and the others do not
     fail with it.
 
-    `turn` waits until the sampler may use its GPUs, as long as its block. A request's device time begins behind it.
+    `gpu_turn` waits until the sampler may use its GPUs, as long as its block. A request's device time
+    begins after the wait.
     """
 
     def __init__(
@@ -81,9 +82,9 @@ class SampleRunner:
         throttled: ThrottledDispatch,
         route_files: RouteFiles,
         device_clock: DeviceClock,
-        turn: Callable[[RequestHandle], AbstractContextManager[object]],
+        gpu_turn: Callable[[RequestHandle], AbstractContextManager[object]],
     ) -> None:
-        self._device_clock, self._turn = device_clock, turn
+        self._device_clock, self._gpu_turn = device_clock, gpu_turn
         self._oplog, self._records, self._backend, self._publisher = oplog, stored, backend, publisher
         self._batch_admission, self._throttled, self._route_files = batch_admission, throttled, route_files
         self._adapters, self._keeper, self._worker, self._running_requests = adapters, keeper, worker, running_requests
@@ -133,7 +134,7 @@ class SampleRunner:
             raise Requeue(f"{request_id}: this process is about to end")
         if not self._backend.healthy():  # a request begun now would lose an attempt for nothing
             raise Requeue(f"{request_id}: the engine has died, and this process is about to end")
-        # Register the watch first, so that a cancellation that comes after the claim is not missed.
+        # Register the handle first, so that a cancellation that comes after the claim is not missed.
         with self._running_requests.track(request_id) as handle:
             asked = time.monotonic()
             self._keeper.put_offs.begin(request_id)
@@ -222,7 +223,8 @@ class SampleRunner:
         pinned = sampler.prefix if entry.adapter is None else entry.adapter
         adapter = self._adapters.use(pinned, sampler.owner, handle)
         slot = self._batch_admission.slot(sampler.owner, request, handle)
-        with adapter as adapter_id, slot, self._turn(handle), self._device_clock.share(request.num_samples, handle):
+        with adapter as adapter_id, slot, self._gpu_turn(handle), self._device_clock.share(request.num_samples, handle):
+            handle.prompt_tokens = len(request.prompt)
             output = self._backend.sample(adapter_id, request, handle)
         routes = self._keep_routes(entry.request_id, request.prompt, output)
         handle.cached_tokens = output.cached_tokens
@@ -274,7 +276,7 @@ class RunningRequests:
 
     @contextmanager
     def track(self, request_id: str) -> Iterator[RequestHandle]:
-        """Yields a watch that is aborted if the request is cancelled while the block runs. A duplicate dispatch gets
+        """Yields a handle that is aborted if the request is cancelled while the block runs. A duplicate dispatch gets
         its own."""
         handle = RequestHandle()
         with self._lock:

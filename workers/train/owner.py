@@ -105,8 +105,8 @@ class Owner:
     seconds)` saves a state before it is discarded, as far as it can in that time, so that restoring the model is quick.
     `lost(model id)` is called for a model that nothing can restore.
 
-    At most `most` models are held; `changed` is called when one is added or removed. `turn` waits until the trainer may
-    use its GPUs, as long as its block.
+    At most `most` models are held; `changed` is called when one is added or removed. `gpu_turn` waits until the trainer
+    may use its GPUs, as long as its block.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class Owner:
         most: int,
         changed: Callable[[], None],
         lost: Callable[[str], None],
-        turn: Callable[[], AbstractContextManager[object]],
+        gpu_turn: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._oplog, self._backend, self._keeper = oplog, backend, keeper
         self._worker, self._restore, self._settle = worker, restore, settle
-        self._most, self._changed, self._lost, self._turn = most, changed, lost, turn
+        self._most, self._changed, self._lost, self._gpu_turn = most, changed, lost, gpu_turn
         self._residents: dict[str, Resident] = {}
         self._restoring: Lease | None = None
         self._ending = False
@@ -145,7 +145,7 @@ class Owner:
             resident.used = time.monotonic()
             return resident
         self.discard(model_id)
-        with self._turn():  # before the lease, so that waiting is no attempt and keeps the model from no other trainer
+        with self._gpu_turn():  # before the lease: waiting is no attempt, and keeps the model from no other trainer
             return self._acquired(model_id)
 
     def _acquired(self, model_id: str) -> Resident | OwnedElsewhere:

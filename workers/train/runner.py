@@ -35,9 +35,9 @@ class TrainingRunner:
     """Handles the dispatches of a trainer.
 
     `send(kind, request id, model id, queue)` dispatches a request; all trainers of the base read `queue`. `end(why)`
-    ends this process, which is then started again; it is called when the backend is no longer `healthy`. `turn` waits
-    until the trainer may use its GPUs, as long as its block; it raises NoTurnYet after a while. The trainer need not
-    wait while it `has_turn`.
+    ends this process, which is then started again; it is called when the backend is no longer `healthy`. `gpu_turn`
+    waits until the trainer may use its GPUs, as long as its block; it raises NoTurnYet after a while. The trainer need
+    not wait while it `has_gpu_turn`.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class TrainingRunner:
         send: Callable[[str, str, str, str], None],
         queue: str,
         end: Callable[[str], NoReturn],
-        turn: Callable[[], AbstractContextManager[object]],
-        has_turn: Callable[[], bool],
+        gpu_turn: Callable[[], AbstractContextManager[object]],
+        has_gpu_turn: Callable[[], bool],
     ) -> None:
         self._oplog, self._owner, self._committer, self._healthy = oplog, owner, committer, healthy
         self._retry_backoff, self._scheduler, self._background_saves = retry_backoff, scheduler, background_saves
         self._send, self._queue, self._end = send, queue, end
-        self._turn, self._has_turn = turn, has_turn
+        self._gpu_turn, self._has_gpu_turn = gpu_turn, has_gpu_turn
         self._leaving = False
 
     def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
         """Returns the future's result; None when the future no longer exists. Raises Requeue when it must be dispatched
         again."""
-        return self._handle(request_id, model_id, kind, in_turn=True)
+        return self._handle(request_id, model_id, kind, may_run_others=True)
 
     def leave(self) -> None:
         """Announces that this worker is about to end: no dispatch waits any longer for a save, for others' turns or for
@@ -78,12 +78,12 @@ class TrainingRunner:
                 first = resident.uncommitted[0].entry
                 self._serve(model_id, first.seq, first.kind)
 
-    def _handle(self, request_id: str, model_id: str, kind: str, *, in_turn: bool) -> Result | None:
-        """Handles one dispatch. With `in_turn`, runs what has to run first; without it, runs at once and does not wait
-        for a save."""
+    def _handle(self, request_id: str, model_id: str, kind: str, *, may_run_others: bool) -> Result | None:
+        """Handles one dispatch. With `may_run_others`, runs what has to run first; without it, runs at once and does
+        not wait for a save."""
         seq = int(request_id.rpartition(":")[2])
         try:
-            return self._result_in_time(request_id, model_id, seq, kind, in_turn=in_turn)
+            return self._result_with_gpu(request_id, model_id, seq, kind, may_run_others=may_run_others)
         except (NotFound, Gone):
             self._retry_backoff.forget(model_id)
             return self._oplog.outcome(request_id)
@@ -103,21 +103,26 @@ class TrainingRunner:
             self._owner.discard(model_id)
             raise
 
-    def _result_in_time(self, request_id: str, model_id: str, seq: int, kind: str, *, in_turn: bool) -> Result | None:
-        """Looks at everything again each time that the wait for the GPU has taken a while: saves may be due by now."""
+    def _result_with_gpu(
+        self, request_id: str, model_id: str, seq: int, kind: str, *, may_run_others: bool
+    ) -> Result | None:
+        """Calls `_result` again after each NoTurnYet, because a save may be due by then. Raises NoTurnYet for a
+        dispatch that must not wait, and Requeue in a worker that leaves."""
         while True:
             try:
-                return self._result(request_id, model_id, seq, kind, in_turn=in_turn)
-            except NoTurnYet:
-                if self._leaving or not in_turn:
+                return self._result(request_id, model_id, seq, kind, may_run_others=may_run_others)
+            except NoTurnYet as error:
+                if not may_run_others:
                     raise
+                if self._leaving:  # nobody else dispatches a call of a model that this worker does not hold
+                    raise self._requeue(request_id, model_id, kind, str(error)) from None
 
-    def _result(self, request_id: str, model_id: str, seq: int, kind: str, *, in_turn: bool) -> Result | None:
+    def _result(self, request_id: str, model_id: str, seq: int, kind: str, *, may_run_others: bool) -> Result | None:
         """Loops until `seq` is the applied one. In each round the model may have been restored, or may be owned
         elsewhere."""
         served: dict[str, int] = {}
         while True:
-            if in_turn:
+            if may_run_others:
                 self.commit_saves(but=model_id)
             try:
                 resident = self._own(model_id, request_id, kind)
@@ -134,33 +139,33 @@ class TrainingRunner:
                 self._retry_backoff.advanced(model_id)
                 return self._oplog.outcome(request_id)
             waiting = self._scheduler.waiting()
-            first = self._scheduler.next_before(resident, waiting, served) if in_turn else None
+            first = self._scheduler.next_before(resident, waiting, served) if may_run_others else None
             if first is not None:
                 if self._leaving:
                     raise Requeue(f"{request_id} waits for other calls, and this worker is about to end")
                 served[first.model_id] = first.seq
-                with self._turn():
+                with self._gpu_turn():
                     self._serve(first.model_id, first.seq, first.kind)
                 continue
             if not self._scheduler.is_blocked(resident, waiting):
                 served.clear()
                 self._check_arrived(resident, seq, kind)
-                with self._turn():  # before an Op begins, so that waiting is neither device time nor an attempt
+                with self._gpu_turn():  # before an Op begins, so that waiting is neither device time nor an attempt
                     result = self._run_next(resident, seq, kind, self._scheduler.batched_with(resident, waiting))
                 if seq == resident.applied:
                     self._retry_backoff.advanced(model_id)
                     return result
             elif served:
                 served.clear()
-            elif in_turn:
+            elif may_run_others:
                 self._await_saves(request_id)
-            if not in_turn:
+            if not may_run_others:
                 return None
 
     def _check_arrived(self, resident: Resident, seq: int, kind: str) -> None:
         """Raises Requeue when the wait for a turn would be for nothing, because the model's next Op is missing."""
         at = {resident.lease.model_id: resident.reached + 1}
-        if not self._has_turn() and not self._oplog.heads(at):
+        if not self._has_gpu_turn() and not self._oplog.heads(at):
             raise self._missing(resident, seq, kind)
 
     def _missing(self, resident: Resident, seq: int, kind: str) -> Requeue:
@@ -184,7 +189,7 @@ class TrainingRunner:
     def _serve(self, model_id: str, seq: int, kind: str) -> None:
         """Gives another model its turn. Errors there are handled as if its own dispatch had arrived."""
         with contextlib.suppress(Requeue):
-            self._handle(ids.request_id(model_id, seq), model_id, kind, in_turn=False)
+            self._handle(ids.request_id(model_id, seq), model_id, kind, may_run_others=False)
 
     def _run_next(self, resident: Resident, seq: int, kind: str, batched_with: Sequence[NextOp]) -> Result | None:
         """Returns the result of the model's next Op, which may share its pass with `batched_with`; None while its

@@ -32,16 +32,16 @@ MUTANTS = (
         f"{_OF_TURNS}::test_a_turn_goes_on_while_nobody_else_asks",
     ),
     Mutant(
-        "turns: an Op begins behind the wait",
+        "turns: an Op begins after the wait",
         "workers/train/runner.py",
-        "with self._turn():  # before",
+        "with self._gpu_turn():  # before",
         "if True:  # before",
         f"{_SHARED}::test_a_training_call_does_not_begin_before_its_turn",
     ),
     Mutant(
-        "turns: a restore begins behind the wait",
+        "turns: a restore begins after the wait",
         "workers/train/owner.py",
-        "with self._turn():",
+        "with self._gpu_turn():",
         "if True:",
         f"{_SHARED}::test_a_restore_does_not_begin_before_its_turn",
     ),
@@ -69,9 +69,9 @@ MUTANTS = (
     Mutant(
         "turns: a wait is no device time",
         "workers/sample/runner.py",
-        "self._turn(handle), ",
+        "self._gpu_turn(handle), ",
         "",
-        f"{_SHARED}::test_a_sample_that_waits_for_its_turn_has_no_device_time_yet",
+        f"{_SHARED}::test_a_sample_that_waits_for_its_turn_has_no_usage_yet",
     ),
     Mutant(
         "turns: a sleeping engine evicts nothing",
@@ -83,7 +83,7 @@ MUTANTS = (
     Mutant(
         "turns: a sleeping engine is not probed",
         "workers/process/liveness.py",
-        "is_due and self._has_turn() and",
+        "is_due and self._has_gpu_turn() and",
         "is_due and",
         "tests/unit/workers/process/test_probe.py::test_a_sampler_that_sleeps_is_not_woken_and_is_probed_at_its_next_turn",
     ),

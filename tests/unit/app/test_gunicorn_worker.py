@@ -19,7 +19,7 @@ from app import gunicorn_worker
 from app.api import errors
 from app.errors import RequestTimeout
 from app.gunicorn_worker import Arrival, TimedUnreader, Worker
-from app.thread_pool import COMPUTING, ThreadPool
+from app.thread_pool import MOST_BUSY, ThreadPool
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\n"
 KEY, SMALL, LARGE = b"X-API-Key: k\r\n", b"Content-Length: 5\r\n", b"Content-Length: 99999999\r\n"
@@ -113,8 +113,8 @@ def test_a_header_that_is_too_long_is_refused_also_behind_a_request_of_its_conne
 
 
 def test_requests_that_wait_in_their_threads_hold_up_no_other(worker: Worker) -> None:
-    worker.tpool, answer = ThreadPool(COMPUTING + 1), threading.Event()
-    for _ in range(COMPUTING):
+    worker.tpool, answer = ThreadPool(MOST_BUSY + 1), threading.Event()
+    for _ in range(MOST_BUSY):
         worker.tpool.submit(answer.wait)
     quick = worker.tpool.submit(divmod, 7, 2)
     for _ in range(1000):

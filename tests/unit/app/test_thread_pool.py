@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from app import thread_pool
-from app.thread_pool import COMPUTING, WAITS_S, ThreadPool
+from app.thread_pool import MOST_BUSY, WAITS_S, ThreadPool
 
 MOST = 100
 
@@ -47,13 +47,13 @@ class Calls:
             self._now -= 1
 
 
-def turn(pool: ThreadPool, until: Callable[[], object]) -> int:
-    """Relieves the pool until something is true, and returns how often."""
+def start_more_until(pool: ThreadPool, until: Callable[[], object]) -> int:
+    """Starts more threads, round by round, until something is true. Returns the number of rounds."""
     deadline, rounds = time.monotonic() + 60, 0
     while not until():
         assert time.monotonic() < deadline
         time.sleep(2 * WAITS_S)
-        pool.relieve()
+        pool.start_more()
         rounds += 1
     return rounds
 
@@ -65,44 +65,45 @@ def test_a_call_gives_its_result_or_its_error(pool: ThreadPool):
     assert pool.submit(divmod, 7, 2).result(60) == (3, 1)
 
 
-def test_few_calls_compute_at_once(pool: ThreadPool, answer: threading.Event, monkeypatch: pytest.MonkeyPatch):
+def test_few_calls_run_at_once(pool: ThreadPool, answer: threading.Event, monkeypatch: pytest.MonkeyPatch):
     """Each further thread would wait for Python's lock, and make the others wait."""
     monkeypatch.setattr(thread_pool, "WAITS_S", 3600)
     calls = Calls(answer)
-    for _ in range(5 * COMPUTING):
+    for _ in range(5 * MOST_BUSY):
         pool.submit(calls.wait)
-        pool.relieve()
+    start_more_until(pool, lambda: calls.begun >= MOST_BUSY)
+    pool.start_more()
     assert pool.is_behind
     answer.set()
-    turn(pool, lambda: calls.begun == 5 * COMPUTING)
-    assert calls.most_at_once == COMPUTING
+    start_more_until(pool, lambda: calls.begun == 5 * MOST_BUSY)
+    assert calls.most_at_once == MOST_BUSY
 
 
 def test_calls_that_wait_hold_up_no_other_call(pool: ThreadPool, answer: threading.Event):
     for _ in range(MOST - 1):
         pool.submit(Calls(answer).wait)
     result = pool.submit(divmod, 7, 2)
-    turn(pool, result.done)
-    assert not answer.is_set()
+    start_more_until(pool, result.done)
+    assert result.result() == (3, 1)
 
 
 def test_many_calls_that_wait_have_their_threads_within_few_rounds(pool: ThreadPool, answer: threading.Event):
     """A burst of streams must not wait for as long as it has streams."""
     calls = Calls(answer)
-    for _ in range(16 * COMPUTING):
+    for _ in range(16 * MOST_BUSY):
         pool.submit(calls.wait)
-    assert turn(pool, lambda: calls.begun == 16 * COMPUTING) <= 8
+    assert start_more_until(pool, lambda: calls.begun == 16 * MOST_BUSY) <= 8
 
 
 def test_calls_that_wait_take_no_more_threads_than_the_most(answer: threading.Event):
     pool, calls = ThreadPool(6), Calls(answer)
     for _ in range(10):
         pool.submit(calls.wait)
-    turn(pool, lambda: calls.begun == 6)
-    pool.relieve()
+    start_more_until(pool, lambda: calls.begun == 6)
+    pool.start_more()
     assert pool.is_behind
     answer.set()
-    turn(pool, lambda: calls.begun == 10)
+    start_more_until(pool, lambda: calls.begun == 10)
     assert calls.most_at_once == 6
     pool.shutdown()
 
@@ -111,10 +112,10 @@ def test_after_calls_that_waited_few_threads_are_left(pool: ThreadPool, answer: 
     before, calls = threading.active_count(), Calls(answer)
     for _ in range(MOST):
         pool.submit(calls.wait)
-    turn(pool, lambda: calls.begun == MOST)
+    start_more_until(pool, lambda: calls.begun == MOST)
     assert threading.active_count() - before == MOST
     answer.set()
-    turn(pool, lambda: threading.active_count() - before <= COMPUTING)
+    start_more_until(pool, lambda: threading.active_count() - before <= MOST_BUSY)
     assert pool.submit(divmod, 7, 2).result(60) == (3, 1)
 
 

@@ -45,6 +45,7 @@ from workers.backends.training import backends as training
 from workers.process.fair_queue import FairQueue
 from workers.process.gpu_turns import GpuTurns, SamplerInTurns, TrainerInTurns
 from workers.sample.adapters import Adapters, AdapterScheduler
+from workers.sample.admission import BatchAdmission
 from workers.sample.runner import SampleRunner
 from workers.train import scheduler
 
@@ -280,6 +281,19 @@ def test_a_call_that_waits_for_its_turn_goes_to_another_worker_when_this_one_end
             running.result(_FOREVER_S)
 
 
+def test_a_call_that_waits_to_restore_its_model_is_dispatched_again_when_this_worker_ends(
+    shared: Shared, elsewhere: GpuTurns
+) -> None:
+    worker = shared.world.worker("shared/1", turns=shared.trainer.turns)
+    with ThreadPoolExecutor(1) as pool, elsewhere.use():
+        running = pool.submit(worker.handle, 0, "create_model")
+        await_true(lambda: shared.trainer.turns._waiting, "the restore waits for its turn")
+        worker.runner.leave()
+        with pytest.raises(Requeue):
+            running.result(_FOREVER_S)
+    assert [kind for kind, *_ in worker.dispatched] == ["create_model"]
+
+
 def test_a_call_behind_one_that_is_missing_waits_for_no_turn(shared: Shared, elsewhere: GpuTurns) -> None:
     worker = shared.world.worker("shared/1", turns=shared.trainer.turns)
     assert worker.handle(0, "create_model") is not None
@@ -289,7 +303,7 @@ def test_a_call_behind_one_that_is_missing_waits_for_no_turn(shared: Shared, els
         worker.handle(2, "optim_step")
 
 
-def test_a_trainer_keeps_its_turn_between_two_calls_of_a_client(shared: Shared) -> None:
+def test_a_trainers_idle_time_covers_the_pause_that_the_scheduler_expects(shared: Shared) -> None:
     assert shared.trainer.turns._idle_s >= scheduler._RECENT_S
     assert shared.sampler.turns._idle_s < scheduler._RECENT_S
 
@@ -338,6 +352,8 @@ def test_a_request_that_is_cancelled_before_its_adapter_is_loaded_ends_at_once(
         with pytest.raises(Aborted):
             running.result(_FOREVER_S)
     assert ("load", "adapter", tmp_path) not in engine.calls
+    assert not adapters._loading
+    assert not adapters._in_use
     sampler.turns.close()
 
 
@@ -352,14 +368,20 @@ class Files:
         yield self.folder
 
 
-def test_a_sample_that_waits_for_its_turn_has_no_device_time_yet(shared: Shared, elsewhere: GpuTurns) -> None:
+def test_a_sample_that_waits_for_its_turn_has_no_usage_yet(
+    shared: Shared, elsewhere: GpuTurns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles, slot = [], BatchAdmission.slot
+    monkeypatch.setattr(BatchAdmission, "slot", lambda *args: handles.append(args[-1]) or slot(*args))
     with ThreadPoolExecutor(1) as pool:
         with elsewhere.use():
             running = pool.submit(shared.sample, 0)
             await_true(lambda: shared.sampler.turns._waiting, "the request waits for its turn")
             assert shared.runner._device_clock._sequences == 0
+            assert [handle.prompt_tokens for handle in handles] == [0]
             assert shared.sampler.healthy()
         assert running.result(_FOREVER_S)
+    assert handles[0].prompt_tokens > 0
 
 
 class Engine:

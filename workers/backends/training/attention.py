@@ -23,8 +23,8 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from workers.backends.copies import moved
 from workers.backends.training.packing import Run
-from workers.backends.training.ranks import moved
 
 NAME = "tinsmith_packed"
 # In bf16 torch's CPU kernel takes 1.7 (512 tokens) to 6 times (64) as long as the plain formula, forward and backward.
@@ -92,8 +92,8 @@ def packed_attention(
     if width < query.shape[-1]:
         # torch's fused kernels need heads of one width (DeepSeek-V3 has 192 and 128). Without them all scores are kept.
         value = nn.functional.pad(value, (0, query.shape[-1] - width))
-    few = sliding_window is None and all(length >= _OWN_CALL for _, length in runs)
-    if softcap is None and (s_aux is not None or not few) and _in_one_call(query, value):
+    all_long = sliding_window is None and all(length >= _OWN_CALL for _, length in runs)
+    if softcap is None and (s_aux is not None or not all_long) and _in_one_call(query, value):
         return _varlen(query, key, value, runs, s_aux, scaling=scaling, window=sliding_window)[..., :width], None
     cut = zip(*(_cut(tensor, runs) for tensor in (query, key, value)), strict=True)
     parts = [_attend(q, k, v, scaling, sliding_window, softcap, s_aux).transpose(1, 2) for q, k, v in cut]
@@ -146,7 +146,7 @@ class _VarlenWithSinks(torch.autograd.Function):
 
     varlen_attn also returns lse, the logarithm of each softmax's sum. With the sink in the sum it is
     lse' = log(exp(lse) + exp(sink)), and the output is exp(lse - lse') times varlen_attn's. The backward pass of
-    varlen_attn computes the shares again, as exp(score - lse). With lse' these are the shares beside the sink, and the
+    varlen_attn computes the probabilities again, as exp(score - lse). With lse' the sink is in their sum, and the
     gradients are exact. No public function takes lse', so this calls torch's operator.
     """
 
@@ -182,8 +182,8 @@ class _VarlenWithSinks(torch.autograd.Function):
         )
         of_sinks = None
         if ctx.needs_input_grad[3]:
-            shares = (sinks.float()[:, None] - lse).exp_()
-            of_sinks = -((grad.float() * out).sum(-1).t() * shares).sum(-1).to(sinks.dtype)
+            probabilities = (sinks.float()[:, None] - lse).exp_()
+            of_sinks = -((grad.float() * out).sum(-1).t() * probabilities).sum(-1).to(sinks.dtype)
         return *of_qkv, of_sinks, None, None, None, None
 
 

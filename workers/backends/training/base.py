@@ -96,7 +96,7 @@ class TrainingBackend(Protocol):
         ...
 
     def free_memory(self) -> None:
-        """Frees device memory that is cached and holds nothing, on every rank. No call of another thread runs then."""
+        """Frees cached device memory that no tensor uses, on every rank. The caller makes no other call meanwhile."""
         ...
 
     def healthy(self) -> bool:

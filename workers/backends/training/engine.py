@@ -16,12 +16,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.domain.ops import LoraSpec
 from app.settings import TrainerSettings
+from workers.backends.copies import moved
 from workers.backends.training import packing, sequence_parallel
 from workers.backends.training.attention import NAME, packed_attention
 from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
 from workers.backends.training.memory import LEAST_TOKENS, Activations
 from workers.backends.training.packing import runs_of
-from workers.backends.training.ranks import RankGroup, moved
+from workers.backends.training.ranks import RankGroup
 from workers.backends.training.sequence_parallel import ALONE, SequenceGroup
 from workers.models import fused, images, lora, quantized, routers
 from workers.models.base_model import LoadedBase
@@ -132,7 +133,7 @@ class HiddenStates(nn.Module):
     `packed`: datums lie end to end and no token is padding. Otherwise datums are padded on the right to the longest.
     `fused`: the head runs fused kernels, and layers where there are some for them (workers/models/fused.py).
     `layers`: the layers, if the architecture has some that transformers can checkpoint; they may be nested.
-    `on_leave`: called with each layer once a backward pass has all gradients of its weights.
+    `on_layer_gradients`: called with each layer once a backward pass has all gradients of its weights.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class HiddenStates(nn.Module):
         if self.fused and self.packed:  # the architectures of which tests/parity/test_fused.py shows the results
             fused.fuse(model)
         self.layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        self.on_leave: Callable[[nn.Module], None] | None = None
+        self.on_layer_gradients: Callable[[nn.Module], None] | None = None
         self._activations = Activations(model, trainer.activation_checkpointing, agreed)
 
     def forward(
@@ -195,21 +196,21 @@ class HiddenStates(nn.Module):
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Calls `on_leave` in the backward pass of the block's forward.
+        """Calls `on_layer_gradients` in the backward pass of the block's forward.
 
         A layer has all its gradients when the gradient in its first input is there, since autograd runs what is ready
         from the forward's last operation to the first. Every rank leaves all layers, in one order, also if it does not
         use some of their weights.
         """
-        on_leave = self.on_leave
-        if on_leave is None:
+        on_layer_gradients = self.on_layer_gradients
+        if on_layer_gradients is None:
             yield
             return
         entered: set[nn.Module] = set()
 
         def enter(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
             if layer not in entered and inputs and inputs[0].requires_grad:
-                inputs[0].register_hook(lambda _: on_leave(layer))
+                inputs[0].register_hook(lambda _: on_layer_gradients(layer))
                 entered.add(layer)
 
         hooks = [layer.register_forward_pre_hook(enter) for layer in self.layers]

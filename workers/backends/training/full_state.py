@@ -79,7 +79,7 @@ class FullFinetuneState:
         self._master_device = next((masters[name].device for name in shards.mine()), engine.base.device)
         self._order = _last_layer_first(engine.hidden_states.layers, self.copies)
         self._unsummed = deque(self._order)
-        self._left: set[nn.Module] = set()
+        self._finished_layers: set[nn.Module] = set()
         self._found: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] | None = None
 
@@ -93,7 +93,7 @@ class FullFinetuneState:
 
     def begin(self) -> None:
         self._copy.show(self)
-        self._engine.hidden_states.on_leave = self._leave if self._sums_by_layer else None
+        self._engine.hidden_states.on_layer_gradients = self._on_layer_gradients if self._sums_by_layer else None
 
     def collect(self) -> None:
         if self._sums_by_layer:
@@ -102,7 +102,7 @@ class FullFinetuneState:
             if any(parameter.grad is not None for parameter in self.copies.values()):
                 raise RuntimeError("a weight had no gradient yet when a pass left its layer: use trainer.zero_stage 1")
             self._unsummed = deque(self._order)
-            self._left.clear()
+            self._finished_layers.clear()
             return
         for name, parameter in self.copies.items():
             gradient = self._engine.take_gradient(parameter)
@@ -113,7 +113,7 @@ class FullFinetuneState:
         if not self._sums_by_layer:
             mine, self._found = self._found, {}
             for name in self.masters:
-                self._sum(name, self._own(name, mine.get(name)))
+                self._sum(name, self._summable(name, mine.get(name)))
 
     def found_gradients(self) -> Mapping[str, Tensor]:
         return self._found
@@ -126,7 +126,7 @@ class FullFinetuneState:
         self._found = {}
 
     def drop_found(self) -> None:
-        self._engine.hidden_states.on_leave = None  # it would keep a closed model in memory
+        self._engine.hidden_states.on_layer_gradients = None  # it would keep a closed model in memory
         for parameter in self.copies.values():
             self._engine.take_gradient(parameter)
         self._found = {}
@@ -184,20 +184,20 @@ class FullFinetuneState:
     def _sums_by_layer(self) -> bool:
         return self._engine.shards_gradients and self.shards.split
 
-    def _leave(self, layer: nn.Module) -> None:
-        """Sums the gradients of a layer, unless the backward pass is still to leave one that the order names before."""
-        self._left.add(layer)
-        while self._unsummed and self._unsummed[0][0] in self._left:
+    def _on_layer_gradients(self, layer: nn.Module) -> None:
+        """Sums the gradients of finished layers in the fixed order: a layer waits for all layers before it."""
+        self._finished_layers.add(layer)
+        while self._unsummed and self._unsummed[0][0] in self._finished_layers:
             self._sum_next()
 
     def _sum_next(self) -> None:
         """Sums the next tensor's gradient. It stays the next one if memory runs out before the collective."""
         _, name = self._unsummed[0]
-        mine = self._own(name, self._engine.take_gradient(self.copies[name]))
+        mine = self._summable(name, self._engine.take_gradient(self.copies[name]))
         self._unsummed.popleft()
         self._sum(name, mine)
 
-    def _own(self, name: str, gradient: Tensor | None) -> Tensor:
+    def _summable(self, name: str, gradient: Tensor | None) -> Tensor:
         """Returns this rank's gradient in the form that the ranks sum."""
         device = self.shards.device if self.shards.ranks.size > 1 else self._master_device
         if gradient is None:

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.backends.copies import moved
 from workers.backends.failures import ran_out_of_memory
 from workers.backends.training.batch_ops import Column, Job, MicroBatch, Share, asks_entropy, cut
 from workers.backends.training.engine import Engine
 from workers.backends.training.lm_head import LmHead, Scored, Segments, chunk_sizes
-from workers.backends.training.ranks import moved
 from workers.models import lora
 from workers.models.images import Picture
 from workers.models.lora import Adapter

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from app.domain.ops import AdamParams, LoraSpec
 from app.errors import UserOpError
+from workers.backends.copies import copied
 from workers.backends.training.base import GRADIENTS_FILE, OPTIMIZER_FILE, Create, Writer
 from workers.backends.training.engine import Engine
 from workers.backends.training.optimizer import ShardedAdamW, Step
-from workers.backends.training.ranks import Shards, copied
+from workers.backends.training.ranks import Shards
 from workers.models import experts, lora, peft_files, quantized
 from workers.models.full_weights import huggingface_writer
 from workers.models.lora import Adapter, LoraPair

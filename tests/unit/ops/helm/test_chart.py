@@ -134,6 +134,12 @@ def test_wrong_values_are_refused_by_name(path: str, value: Any, said: str):
             {"sleep": True},
             "sampler.settings.sleep needs handover.hostPath",
         ),
+        (
+            "cpu-demo",
+            "baseModels.0.sampler",
+            {**values("cpu-demo")["baseModels"][0]["sampler"], "settings": {"sleep": True}, "replicas": 2},
+            "set sampler.replicas to 1",
+        ),
         ("cpu-demo", "baseModels.0.id", "a-name-of-four-and-twenty", "baseModels"),
     ],
 )

@@ -6,6 +6,7 @@ Two GpuTurns of one process are to each other as those of two processes: each op
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -171,6 +172,17 @@ def test_one_that_waits_in_slices_gets_its_turn(parties: Parties, events: list[s
     await_true(lambda: not sampler.turns._stall_detector.seconds and "trainer ends" in events, "the GPU is free")
     sampler.use()
     assert events == ["trainer begins", "trainer works", "trainer ends", "sampler begins", "sampler works"]
+
+
+def test_a_process_whose_folder_was_removed_makes_it_again(tmp_path: Path, events: list[str]) -> None:
+    file = tmp_path / "turns" / "gpus"
+    trainer = Party("trainer", file, events, 0.0, 0.1)
+    trainer.use()
+    shutil.rmtree(file.parent)
+    await_true(lambda: not trainer.turns.held, "the trainer's turn ends")
+    trainer.use()
+    assert events == ["trainer begins", "trainer works", "trainer ends", "trainer begins", "trainer works"]
+    trainer.turns.close()
 
 
 def test_two_whose_files_were_removed_meet_at_the_new_ones(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_an_idle_sampler_samples_one_token_now_and_then(clock: list[float]):
     sampler, watchdog = Sampler(), Watchdog(_TickSender(), lambda: True, 30.0, print)
-    tick = Probe(sampler, watchdog, every_s=30.0)
+    tick = Probe(sampler, watchdog, 30.0, lambda: True, nullcontext)
     for _ in range(100):
         clock[0] += 3.1
         tick()
@@ -55,7 +56,7 @@ def test_an_idle_sampler_samples_one_token_now_and_then(clock: list[float]):
 
 def test_a_sampler_with_requests_in_hand_is_left_alone(clock: list[float]):
     sampler, watchdog = Sampler(), Watchdog(_TickSender(), lambda: True, 30.0, print)
-    tick = Probe(sampler, watchdog, every_s=30.0)
+    tick = Probe(sampler, watchdog, 30.0, lambda: True, nullcontext)
     with watchdog.working():
         clock[0] += 1000.0
         tick()
@@ -64,7 +65,7 @@ def test_a_sampler_with_requests_in_hand_is_left_alone(clock: list[float]):
 
 def test_a_sampler_that_sleeps_is_not_woken_and_is_probed_at_its_next_turn(clock: list[float]):
     sampler, watchdog, awake = Sampler(), Watchdog(_TickSender(), lambda: True, 30.0, print), [False]
-    tick = Probe(sampler, watchdog, 30.0, lambda: awake[0])
+    tick = Probe(sampler, watchdog, 30.0, lambda: awake[0], nullcontext)
     for _ in range(100):
         clock[0] += 3.1
         tick()
@@ -87,7 +88,7 @@ def test_a_sampler_that_falls_asleep_before_its_probe_is_not_woken_and_its_tick_
 
 def test_a_sampler_that_cannot_sample_leaves_its_tick_unanswered(clock: list[float]):
     sampler, watchdog = Sampler(fails=True), Watchdog(_TickSender(), lambda: True, 30.0, print)
-    tick = Probe(sampler, watchdog, every_s=30.0)
+    tick = Probe(sampler, watchdog, 30.0, lambda: True, nullcontext)
     clock[0] += 31.0
     for _ in range(2):
         with pytest.raises(ServerOpError):

@@ -210,7 +210,7 @@ def test_what_is_stopped_while_it_waits_makes_way_and_is_not_charged(engine: Eng
 def test_what_is_stopped_while_it_runs_is_charged_what_it_drew_and_its_prompt(engine: Engine):
     handle, request = RequestHandle(), SampleRequest(np.zeros(3, np.int32), 2, 10**6, 0)
     with pytest.raises(Aborted), engine._batch_admission.slot("a", request, handle):
-        handle.sampled_tokens += 4
+        handle.prompt_tokens, handle.sampled_tokens = 3, 4
         raise Aborted
     assert handle.tokens_used == 3 + 4
     assert engine.fair_queue.virtual_time("a") - engine.fair_queue.virtual_time("new") == 3 + 4

@@ -131,12 +131,11 @@ class VllmSampler:
 
     def describe(self) -> Mapping[str, Any]:
         config = self._engine.engine.vllm_config
-        ranks = config.parallel_config.tensor_parallel_size
         return {
             "sampler": type(self).__name__,
             "dtype": self._model_info.dtype,
-            "devices": devices.names(config.device_config.device_type, ranks),
-            "tensor_parallel": ranks,
+            "devices": devices.names(config.device_config.device_type, self._settings.sampler.gpus_needed),
+            "tensor_parallel": config.parallel_config.tensor_parallel_size,
             "adapters": self._weights.ids(),
         }
 

@@ -24,8 +24,8 @@ from app.domain import losses
 from app.domain.losses import FUNCTION, CustomLoss, LossCall
 from app.domain.ops import Batch
 from app.errors import UserOpError
+from workers.backends.copies import moved
 from workers.backends.training.losses.custom_budget import MAX_WORK, Budget
-from workers.backends.training.ranks import moved
 
 _LONGEST_TEXT = 300
 

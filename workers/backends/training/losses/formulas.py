@@ -35,7 +35,7 @@ class LossValue:
 
 
 LossFn = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], LossValue]
-"""(scores [n, L, K], the datums' inputs in that shape but no targets, the loss's settings) -> LossValue; all fp32.
+"""(scores [n, L, K], the datums' inputs in that shape without the targets, the loss's settings) -> LossValue; all fp32.
 
 Scores are the logprobs of the targets, or a critic's values with K = 1.
 

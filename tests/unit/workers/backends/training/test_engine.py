@@ -59,7 +59,7 @@ def left_layers(model: Any, **trainer: Any) -> list[tuple[nn.Module, dict[str, T
     """Layers as a backward pass leaves them, each with the gradients that it has then."""
     left: list[tuple[nn.Module, dict[str, Tensor]]] = []
     hidden_states = HiddenStates(model, TrainerSettings(**trainer))
-    hidden_states.on_leave = lambda layer: left.append((layer, gradients(layer)))
+    hidden_states.on_layer_gradients = lambda layer: left.append((layer, gradients(layer)))
     tokens = torch.randint(0, architectures.VOCAB_SIZE, (sum(LENGTHS),))
     hidden_states(tokens, LENGTHS, [(None, len(LENGTHS))]).square().sum().backward()
     return left

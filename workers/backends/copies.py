@@ -1,0 +1,30 @@
+"""Copies of tensors between the host and a GPU that the host does not wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor of the CPU to `device`, for which the host does not wait: a GPU may be busy with a whole pass."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
+def copied(tensors: Mapping[str, Tensor], *, pinned: bool = False) -> dict[str, Tensor]:
+    """Copies tensors of one device to the CPU, contiguous.
+
+    With `pinned` the host waits once: a GPU copies into pinned memory and the host does not wait, but for the last
+    copy, behind which the stream has done all others. torch keeps such memory for later copies and rounds each tensor
+    up to a power of two, so it is for adapters and not for full models.
+    """
+    last = len(tensors) - 1
+    return {
+        name: tensor.detach().to(
+            "cpu", non_blocking=pinned and at < last, copy=True, memory_format=torch.contiguous_format
+        )
+        for at, (name, tensor) in enumerate(tensors.items())
+    }
