@@ -16,6 +16,7 @@ MUTANTS = (
         "                fcntl.flock(self._turn, fcntl.LOCK_EX)\n",
         "",
         f"{_OF_TURNS}::test_two_that_are_always_busy_alternate_and_never_overlap",
+        slow=True,
     ),
     Mutant(
         "turns: what has begun ends first",

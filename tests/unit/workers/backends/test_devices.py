@@ -13,13 +13,13 @@ from workers.backends import devices
 from workers.backends.sampling.transformers.backend import TransformersSampler
 from workers.backends.sampling.vllm.backend import VllmSampler
 
-SETTINGS = BaseModelSettings(name="base", path="/m")
+SETTINGS = BaseModelSettings(name="base", path="/m", sampler={"engine_args": {"pipeline_parallel_size": 3}})
 
 
 def vllm_sampler(kind: str) -> Any:
     """On three ranks."""
     sampler: Any = VllmSampler(SETTINGS)
-    config = Some(device_config=Some(device_type=kind), parallel_config=Some(tensor_parallel_size=3))
+    config = Some(device_config=Some(device_type=kind), parallel_config=Some(tensor_parallel_size=1))
     sampler._engine, sampler._weights = Some(engine=Some(vllm_config=config)), Some(ids=list)
     sampler._model_info = Some(dtype="bfloat16")
     return sampler
