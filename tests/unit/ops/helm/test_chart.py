@@ -120,6 +120,15 @@ def test_wrong_values_are_refused_by_name(path: str, value: Any, said: str):
     assert chart.lint(wrong) != []
 
 
+def asleep(**workers: dict[str, Any]) -> dict[str, Any]:
+    """The base model of cpu-demo, with a sampler that sleeps and further values of its workers."""
+    base = values("cpu-demo")["baseModels"][0]
+    base["sampler"]["settings"] = {"sleep": True}
+    for section, further in workers.items():
+        base[section] |= further
+    return base
+
+
 @pytest.mark.parametrize(
     ("name", "path", "value", "said"),
     [
@@ -134,12 +143,9 @@ def test_wrong_values_are_refused_by_name(path: str, value: Any, said: str):
             {"sleep": True},
             "sampler.settings.sleep needs handover.hostPath",
         ),
-        (
-            "cpu-demo",
-            "baseModels.0.sampler",
-            {**values("cpu-demo")["baseModels"][0]["sampler"], "settings": {"sleep": True}, "replicas": 2},
-            "set sampler.replicas to 1",
-        ),
+        ("cpu-demo", "baseModels", [asleep(sampler={"replicas": 2})], "set replicas and maxReplicas of both to 1"),
+        ("cpu-demo", "baseModels", [asleep(trainer={"replicas": 2})], "set replicas and maxReplicas of both to 1"),
+        ("cpu-demo", "baseModels", [asleep(sampler={"maxReplicas": 2})], "set replicas and maxReplicas of both to 1"),
         ("cpu-demo", "baseModels.0.id", "a-name-of-four-and-twenty", "baseModels"),
     ],
 )
