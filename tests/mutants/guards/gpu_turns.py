@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 _TURNS = "workers/process/gpu_turns.py"
 _OF_TURNS = "tests/unit/workers/process/test_gpu_turns.py"
+_IN_TURNS = "tests/unit/workers/process/test_sampler_in_turns.py"
 _SHARED = "tests/unit/workers/test_shared_gpus.py"
 _PLACEMENT = "--confcutdir=tests/unit/app/stack tests/unit/app/stack/test_placement.py"
 
@@ -79,7 +80,7 @@ MUTANTS = (
         _TURNS,
         "self._unwanted.append(adapter_id)",
         "self._backend.evict(adapter_id)",
-        f"{_SHARED}::test_an_adapter_is_evicted_and_loaded_only_by_an_engine_that_is_awake",
+        f"{_IN_TURNS}::test_an_adapter_is_evicted_and_loaded_only_by_an_engine_that_is_awake",
     ),
     Mutant(
         "turns: a sleeping engine is not probed",

@@ -119,6 +119,19 @@ def test_after_calls_that_waited_few_threads_are_left(pool: ThreadPool, answer: 
     assert pool.submit(divmod, 7, 2).result(60) == (3, 1)
 
 
+def test_a_signal_that_comes_while_a_call_is_submitted_may_end_the_pool():
+    pool = ThreadPool(MOST)
+
+    def handle_signal() -> None:
+        with pool._lock:
+            pool.shutdown(wait=False)
+
+    handler = threading.Thread(target=handle_signal, daemon=True)
+    handler.start()
+    handler.join(60)
+    assert not handler.is_alive()
+
+
 def test_a_pool_that_ends_ends_its_threads():
     before, pool = threading.active_count(), ThreadPool(MOST)
     pool.submit(divmod, 7, 2).result(60)

@@ -22,7 +22,7 @@ from app import ids
 from app.domain import ops
 from app.domain.records import Sampler
 from app.domain.sampling import SampleRequest
-from app.errors import Requeue, ServerOpError
+from app.errors import Requeue
 from app.settings import BaseModelSettings
 from app.stores.redis import keys
 from app.stores.redis.records import dump
@@ -40,11 +40,9 @@ from tests.unit.workers.conftest import (
     undisturbed,
 )
 from tests.unit.workers.train.saves import OTHER, SAVE, Dispatch, GatedStore, admit, applied, dispatch, store
-from workers.backends.sampling.base import Aborted, RequestHandle, SamplerBackend, create
+from workers.backends.sampling.base import SamplerBackend, create
 from workers.backends.training import backends as training
-from workers.process.fair_queue import FairQueue
 from workers.process.gpu_turns import GpuTurns, SamplerInTurns, TrainerInTurns
-from workers.sample.adapters import Adapters, AdapterScheduler
 from workers.sample.admission import BatchAdmission
 from workers.sample.runner import SampleRunner
 from workers.train import scheduler
@@ -333,41 +331,6 @@ def test_a_trainer_that_failed_and_may_have_freed_nothing_keeps_its_turn(
         running.result(_FOREVER_S)
 
 
-def test_a_request_that_is_cancelled_before_its_adapter_is_loaded_ends_at_once(
-    elsewhere: GpuTurns, tmp_path: Path
-) -> None:
-    engine: Any = Engine()
-    sampler = SamplerInTurns(engine, tmp_path / "turns", 60.0, 0.0)
-    adapters = Adapters(sampler, Files(tmp_path), AdapterScheduler(1, FairQueue()), 1, sampler.turns.use)
-    handle = RequestHandle()
-
-    def request() -> None:
-        with adapters.use("adapter", "me", handle):
-            raise ServerOpError("it has its turn")
-
-    with ThreadPoolExecutor(1) as pool, elsewhere.use():
-        running = pool.submit(request)
-        await_true(lambda: sampler.turns._waiting, "the load waits for its turn")
-        handle.abort()
-        with pytest.raises(Aborted):
-            running.result(_FOREVER_S)
-    assert ("load", "adapter", tmp_path) not in engine.calls
-    assert not adapters._loading
-    assert not adapters._in_use
-    sampler.turns.close()
-
-
-@dataclass
-class Files:
-    """The files of every adapter are in one folder."""
-
-    folder: Path
-
-    @contextmanager
-    def use(self, prefix: str) -> Iterator[Path]:
-        yield self.folder
-
-
 def test_a_sample_that_waits_for_its_turn_has_no_usage_yet(
     shared: Shared, elsewhere: GpuTurns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,50 +345,6 @@ def test_a_sample_that_waits_for_its_turn_has_no_usage_yet(
             assert shared.sampler.healthy()
         assert running.result(_FOREVER_S)
     assert handles[0].prompt_tokens > 0
-
-
-class Engine:
-    """Records the calls of an engine."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[object, ...]] = []
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args: self.calls.append((name, *args))
-
-
-def test_an_adapter_is_evicted_and_loaded_only_by_an_engine_that_is_awake(tmp_path: Path, elsewhere: GpuTurns) -> None:
-    engine: Any = Engine()
-    sampler = SamplerInTurns(engine, tmp_path / "turns", 60.0, 0.0)
-    sampler.load("old", tmp_path)
-    with elsewhere.use():
-        sampler.evict("old")
-    sampler.load("new", tmp_path)
-    assert engine.calls == [
-        ("wake",),
-        ("load", "old", tmp_path),
-        ("sleep",),
-        ("wake",),
-        ("evict", "old"),
-        ("load", "new", tmp_path),
-    ]
-    sampler.close()
-    assert engine.calls[-1] == ("close",)
-
-
-def test_an_engine_that_did_not_start_is_not_put_to_sleep(tmp_path: Path, elsewhere: GpuTurns) -> None:
-    engine: Any = Engine()
-    engine.open, engine.healthy = lambda: int("no"), lambda: True
-    sampler = SamplerInTurns(engine, tmp_path / "turns", 60.0, 0.0)
-    with pytest.raises(ValueError, match="no"):
-        sampler.open()
-    assert not sampler.healthy()
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(_use, elsewhere)
-        await_true(lambda: sampler.turns._is_wanted(), "another process waits")
-        os.close(sampler.turns._turn)  # as the kernel does when the process ends
-        running.result(_FOREVER_S)
-    assert engine.calls == [("wake",)]
 
 
 def _use(turns: GpuTurns) -> None:

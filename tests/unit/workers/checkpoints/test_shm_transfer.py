@@ -6,7 +6,7 @@ import hashlib
 import math
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,23 +20,16 @@ from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import load
 from tests.unit.workers.conftest import LORA, MODEL, Worker, World, await_true, logprob_bytes, probe, step, undisturbed
-from tests.unit.workers.train.saves import GatedStore, admit, applied
+from tests.unit.workers.train.saves import GatedStore, admit, applied, store
 from workers.backends.training.base import ADAPTER_FILE, Create
 from workers.checkpoints import shm_transfer, transfer
 from workers.checkpoints.shm_transfer import ShmFolder
 from workers.sample import adapters
 from workers.sample.adapters import AdapterFiles
 
+__all__ = ["store"]  # the fixture
 SAMPLER = "session:sample:0"
 SAVE = SaveWeights("sampler_weights", "ephemeral-3", sampling_session_id=SAMPLER)
-
-
-@pytest.fixture
-def store(world: World) -> Iterator[GatedStore]:
-    """A store that accepts only snapshots while its gate is shut."""
-    store = GatedStore(world.folder / "objects")
-    yield store
-    store.open.set()
 
 
 @pytest.fixture(autouse=True)
