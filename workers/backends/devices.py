@@ -1,8 +1,12 @@
-"""Names of the devices on which the ranks of a backend run."""
+"""The devices on which the ranks of a backend run: their names, and copies for which the host does not wait."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
 
 
 def names(kind: str, ranks: int = 1) -> list[str]:
@@ -13,3 +17,25 @@ def names(kind: str, ranks: int = 1) -> list[str]:
     bound = os.environ.get("CUDA_VISIBLE_DEVICES")
     numbers = bound.split(",") if bound else map(str, range(ranks))
     return [f"{kind}:{number.strip()}" for number in list(numbers)[:ranks]]
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor of the CPU to `device`, for which the host does not wait: a GPU may be busy with a whole pass."""
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
+def copied(tensors: Mapping[str, Tensor], *, pinned: bool = False) -> dict[str, Tensor]:
+    """Copies tensors of one device to the CPU, contiguous.
+
+    With `pinned` the host waits once: a GPU copies into pinned memory and the host does not wait, but for the last
+    copy, behind which the stream has done all others. torch keeps such memory for later copies and rounds each tensor
+    up to a power of two, so it is for adapters and not for full models.
+    """
+    last = len(tensors) - 1
+    return {
+        name: tensor.detach().to(
+            "cpu", non_blocking=pinned and at < last, copy=True, memory_format=torch.contiguous_format
+        )
+        for at, (name, tensor) in enumerate(tensors.items())
+    }

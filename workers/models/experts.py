@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface, _grouped_linear, _grouped_mm
 
-from workers.backends.copies import moved
+from workers.backends.devices import moved
 from workers.models import coverage
 from workers.models.quantized import QuantizedWeight, for_product
 

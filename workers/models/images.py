@@ -21,7 +21,7 @@ from transformers import AutoImageProcessor
 
 from app.domain.images import MAX_PIXELS, Image
 from app.errors import SetupError, UserOpError
-from workers.backends.copies import moved
+from workers.backends.devices import moved
 from workers.backends.failures import ran_out_of_memory
 
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")

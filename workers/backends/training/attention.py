@@ -23,7 +23,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from workers.backends.copies import moved
+from workers.backends.devices import moved
 from workers.backends.training.packing import Run
 
 NAME = "tinsmith_packed"

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.domain.ops import LoraSpec
 from app.settings import TrainerSettings
-from workers.backends.copies import moved
+from workers.backends.devices import moved
 from workers.backends.training import packing, sequence_parallel
 from workers.backends.training.attention import NAME, packed_attention
 from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule

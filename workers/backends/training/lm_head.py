@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.backends.copies import moved
+from workers.backends.devices import moved
 from workers.models.lora import Adapter
 
 Segments = Sequence[tuple[Adapter | None, int]]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from app.domain.ops import AdamParams
 from app.errors import UserOpError
-from workers.backends.copies import moved
+from workers.backends.devices import moved
 from workers.backends.training.ranks import Shards, total_norms
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -57,7 +57,7 @@ class ShardedAdamW:
     def state(self, *, pinned: bool = False) -> dict[str, Tensor]:
         """Copies every rank's state to the CPU of rank 0: `moment.parameter` fp32, `step` int64. A collective.
 
-        The other ranks get only the step. `pinned`: see `copied` in workers/backends/copies.py.
+        The other ranks get only the step. `pinned`: see `copied` in workers/backends/devices.py.
         """
         found = {"step": torch.tensor(self.steps)}
         for moment in _MOMENTS:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.backends.copies import moved
+from workers.backends.devices import moved
 from workers.backends.failures import ran_out_of_memory
 from workers.backends.training.batch_ops import Column, Job, MicroBatch, Share, asks_entropy, cut
 from workers.backends.training.engine import Engine

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.errors import SetupError
-from workers.backends.copies import copied
+from workers.backends.devices import copied
 
 COMPUTE_DEADLINE = timedelta(minutes=10)
 _CONTROL_DEADLINE = timedelta(days=365)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from app.domain.ops import AdamParams, LoraSpec
 from app.errors import UserOpError
-from workers.backends.copies import copied
+from workers.backends.devices import copied
 from workers.backends.training.base import GRADIENTS_FILE, OPTIMIZER_FILE, Create, Writer
 from workers.backends.training.engine import Engine
 from workers.backends.training.optimizer import ShardedAdamW, Step

@@ -24,7 +24,7 @@ from app.domain import losses
 from app.domain.losses import FUNCTION, CustomLoss, LossCall
 from app.domain.ops import Batch
 from app.errors import UserOpError
-from workers.backends.copies import moved
+from workers.backends.devices import moved
 from workers.backends.training.losses.custom_budget import MAX_WORK, Budget
 
 _LONGEST_TEXT = 300
