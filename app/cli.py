@@ -22,7 +22,7 @@ from app.stack.terminal import warn
 _UP_EXAMPLES = """\
 examples:
   tinsmith up
-      the bundled SmolLM2-135M-Instruct, on this machine's CPU
+      the bundled SmolLM2-135M-Instruct, on this machine's GPU or CPU
   tinsmith up --base-model Qwen/Qwen3-0.6B=/models/qwen3-0.6b --sampler vllm --data-dir /srv/tinsmith
       a model of your own, sampled by vLLM
   tinsmith up --config tinsmith.toml --port 9000

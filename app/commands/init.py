@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from app.commands import model_files
@@ -34,7 +34,9 @@ def init(file: Path, source: str | None, *, force: bool, as_json: bool) -> int:
     found = hardware.find()
     base = _base_model(source)
     weights = model_files.weight_bytes(base["path"]) if base else 0
-    layout = hardware.layout(found, weights)
+    # `tinsmith up` runs the bundled model on one GPU, if there is any.
+    used = found if base else replace(found, gpus=found.gpus[:1])
+    layout = hardware.layout(used, weights)
     reasons = [_about(base, weights), *layout.reasons]
     values = {**base, "trainer": layout.trainer, "sampler": layout.sampler} if base else {}
     try:

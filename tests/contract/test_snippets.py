@@ -21,7 +21,7 @@ ELSEWHERE = {
     "README.md: sudo apt install": "tests/first_hour/demo.py runs `make demo` in CI",
     "README.md: make test": "CI runs it, and this test in it",
     "README.md: make setup": "`make demo` does it; the fixture of these tests runs `tinsmith up`",
-    "README.md: .venv/bin/tinsmith up": "a download of 1.2 GB; the fixture runs `tinsmith up` with a tiny model",
+    "README.md: .venv/bin/tinsmith init": "a download of 1.2 GB; the fixture runs `tinsmith up` with a tiny model",
     "anthropic.md: export ANTHROPIC": "the reader's own program",
     "captures.md: import": "tests/unit/app/api/chat/test_captures.py trains on kept answers",
     "containers.md": "Docker and the network; `make compose-train` runs the same stack",

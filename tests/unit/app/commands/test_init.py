@@ -77,6 +77,16 @@ def test_json_has_the_same(capsys: pytest.CaptureFixture[str]):
     assert settings.load(Path("tinsmith.toml"), {}) == settings.defaults({})
 
 
+def test_the_bundled_model_uses_one_of_several_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    with_gpus(monkeypatch)
+    assert cli.main(["init", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert len(said["hardware"]["gpus"]) == 2
+    assert said["reasons"][1:] == ["Trainer and sampler share the GPU."]
+
+
 def test_a_file_that_exists_stays_unless_forced(capsys: pytest.CaptureFixture[str]):
     file = Path("tinsmith.toml")
     file.write_text("mine")
