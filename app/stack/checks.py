@@ -74,14 +74,12 @@ def model_path(base: BaseModelSettings) -> None:
 def ranks(base: BaseModelSettings) -> None:
     """Checks that the torch trainer has one process, and that its ranks can share tokens or layers."""
     base.check_tensor_parallel()
-    for trainer in (base.trainer, base.full):
-        if trainer is not None and trainer.backend == "torch" and trainer.ranks > 1:
+    for trainer in filter(None, (base.trainer, base.full)):
+        if trainer.backend == "torch" and trainer.ranks > 1:
             raise SetupError(
                 f"base model {base.name!r}: the torch trainer runs in one process, not in {trainer.ranks} ranks; use "
                 "--ranks 1 or --trainer deepspeed"
             )
-        if trainer is None:
-            continue
         for name, size in (
             ("sequence_parallel", trainer.sequence_parallel),
             ("tensor_parallel", trainer.tensor_parallel),
@@ -169,7 +167,7 @@ def operators(settings: Settings) -> None:
 
 
 def budget(settings: Settings) -> None:
-    """Checks that usage has a price where every project has a budget above 0, which nothing else uses up."""
+    """Checks that usage has a price if projects have a monthly budget: without prices, nothing uses it up."""
     limit = settings.limits.project.monthly_budget
     if limit and {settings.prices, *(base.prices for base in settings.base_models)} == {Prices()}:
         raise SetupError(

@@ -125,7 +125,7 @@ def prepare(
     return Plan(settings, settings_file, servers)
 
 
-def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None], until: threading.Event | None = None) -> None:
+def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None], until: threading.Event | None) -> None:
     """Starts the processes and watches them. With `until`, prints news of runs until it is set."""
     redis_url, broker_url = plan.settings.redis.url, plan.settings.broker_url
     supervisor.start(plan.servers)

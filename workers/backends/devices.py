@@ -20,7 +20,8 @@ def names(kind: str, ranks: int = 1) -> list[str]:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor of the CPU to `device`, for which the host does not wait: a GPU may be busy with a whole pass."""
+    """Returns a CPU tensor on `device`, the same tensor if that is the CPU. The host does not wait for the copy: a GPU
+    may be busy with a whole pass."""
     pinned = tensor.pin_memory() if device.type == "cuda" else tensor
     return pinned.to(device, non_blocking=True)
 

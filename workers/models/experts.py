@@ -203,7 +203,8 @@ class _Rows:
     tokens, experts, kinds: [rows], each row's token, expert and adapter's number. ends: [experts · adapters] and
     expert_ends: [experts], where their rows end. places: [tokens, choices of a token], each choice's row.
 
-    Where the module keeps some of its experts, the rows of all others come last, and no product computes them.
+    Where the module keeps some of its experts, the rows of all others come last, and no product computes them. On a
+    CPU, rows in bf16 are spread out to groups of a rounded size (see _rounded): no choice refers to the spare rows.
     """
 
     def __init__(self, module: Any, segments: Sequence[Any], hidden: Tensor, chosen: Tensor) -> None:
@@ -228,9 +229,10 @@ class _Rows:
         rows = torch.arange(len(group), device=device)
         tokens = choices // chosen.shape[1]
         if hidden.dtype == torch.bfloat16 and device.type == "cpu":
-            fewer = ends.diff(prepend=ends.new_zeros(1))
-            sizes = _rounded(fewer)
-            rows += (sizes - fewer).cumsum(0).sub(sizes - fewer)[group]
+            counts = ends.diff(prepend=ends.new_zeros(1))
+            sizes = _rounded(counts)
+            spare = sizes - counts
+            rows = rows + (spare.cumsum(0) - spare)[group]
             tokens = tokens.new_zeros(int(sizes.sum())).index_copy(0, rows, tokens)
             group = torch.arange(len(sizes)).repeat_interleave(sizes)
             ends = sizes.cumsum(0)

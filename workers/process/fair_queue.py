@@ -1,9 +1,10 @@
 """Fair queueing among projects that share an engine, weighted by the projects' limits.
 
-Start-time fair queueing: each project has a place in virtual time, which is all the service it received divided by its
-weight. The project with the least place is served first. So the service of projects that always have something waiting
-differs by one turn at most. Virtual time advances with the project that is served, and moves the place of idle projects
-along: an idle project comes back level with the others, without credit for service it did not ask for.
+Start-time fair queueing (P. Goyal, H. Vin and H. Cheng, 1996): each project has a place in virtual time, which is all
+the service it received divided by its weight. The project with the least place is served first. So the service of
+projects that always have something waiting differs by one turn at most. Virtual time advances with the project that is
+served, and moves the place of idle projects along: an idle project comes back level with the others, without credit for
+service it did not ask for.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class FairQueue:
         return sorted(virtual_times, key=lambda project: virtual_times[project])
 
     def begin(self, project: str) -> None:
-        """Records that the project is served now. Lent costs do not advance virtual time: a new project would be behind
-        all of them, though most may be given back."""
+        """Records that the project is served now. Reserved costs do not advance virtual time: most may be given back,
+        and a new project would start behind all of them."""
         self._now = max(self._now, self.virtual_time(project) - self._reserved.get(project, 0.0))
 
     def reserve(self, project: str, cost: float) -> None:

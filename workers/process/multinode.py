@@ -85,8 +85,9 @@ def run(
 ) -> int:
     """Runs `python -m *command` once per slot, under RANK, WORLD_SIZE, ...; returns when the whole group has ended.
 
-    The code is 0 after a SIGTERM or SIGINT, else that of the node which ended first. `name` is the group's name. A host
-    with n slots uses the first n GPUs of `devices`, or its first n GPUs. Raises SetupError when `devices` has fewer.
+    The code is 0 after a SIGTERM or SIGINT, else that of the first node, in the order of the hosts, that has ended.
+    `name` is the group's name. A host with n slots uses the first n GPUs of `devices`, or its first n GPUs. Raises
+    SetupError when `devices` has fewer.
     """
     orders = list(_orders(hosts, settings, command, devices))
     # Handlers only set an event; the loop below does the rest.

@@ -58,7 +58,7 @@ class Runtime:
     """Called from a thread when the running task takes too long for an orderly stop, perhaps twice; the process then
     ends. Raises RedisError while the state server is away."""
 
-    def handle(self, request_id: str, model_id: str, kind: str, queue: str = "") -> Result | None:
+    def handle(self, request_id: str, model_id: str, kind: str, queue: str) -> Result | None:
         handler = self.shared if queue == self.queue else self.handler
         with self.watchdog.working():
             return handler.handle(request_id, model_id, kind)
@@ -96,7 +96,7 @@ def become(runtime: Runtime) -> None:
 
 
 def current() -> Runtime:
-    """The worker of this process: backend, journal, leases, watchdog, maintenance. There is one when Celery starts."""
+    """Returns the worker of this process. `become` has set it before Celery starts the first task."""
     assert _current is not None, "tasks run only after become()"
     return _current
 

@@ -266,7 +266,11 @@ def _plain(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Computes softmax(q kᵀ · scaling + bias) v, with the query heads of one key head as further rows of a product."""
+    """Computes softmax(c(q kᵀ · scaling) + bias) v, causal and within `window`.
+
+    c(x) is softcap · tanh(x / softcap) (Gemma 2), or x without a cap.
+    `sinks`: [heads], one more score of the softmax for each head, without a value (gpt-oss). The query heads of one key
+    head are further rows of a product."""
     count, heads, length, width = q.shape
     kv_heads, columns = k.shape[1:3]
     rows = q.reshape(count * kv_heads, heads // kv_heads * length, width)

@@ -68,7 +68,7 @@ class TorchBackend(Trainer):
     def start_engine(self) -> Engine:
         if self._settings.trainer.ranks > 1:
             raise SetupError("the torch trainer supports one rank only; set trainer.backend to deepspeed for more")
-        _shared(RankGroup(), self._settings)
+        _parallel_groups(RankGroup(), self._settings)  # refuses sequence_parallel and tensor_parallel
         base = base_model.load(self._settings, rank_device(self._settings.trainer))
         trained = self.prepare(base)
         hidden_states = HiddenStates(base.model, self._settings.trainer)
@@ -83,10 +83,10 @@ class DeepSpeedEngine(Engine):
     """
 
     engine: Any
-    layers: SplitLayers | None = None
+    split_layers: SplitLayers | None = None
 
     def whole(self, name: str, weight: Tensor) -> Tensor:
-        return weight if self.layers is None else self.layers.whole(name, weight)
+        return weight if self.split_layers is None else self.split_layers.whole(name, weight)
 
     def gathered(self, parameter: Tensor) -> AbstractContextManager[None]:
         if self.engine.zero_optimization_stage() < 3:
@@ -115,7 +115,8 @@ class DeepSpeedEngine(Engine):
 
 
 class DeepSpeedBackend(Trainer):
-    """A TrainingBackend in one rank group. A launcher (see torchrun) has set RANK, WORLD_SIZE, ..."""
+    """A TrainingBackend in one rank group. Without a launcher (torchrun), which sets RANK, WORLD_SIZE, ..., the group
+    has one rank."""
 
     def start_engine(self) -> Engine:
         with default_environment():
@@ -126,23 +127,23 @@ class DeepSpeedBackend(Trainer):
         trainer = self._settings.trainer
         device = rank_device(trainer)
         ranks = _join(trainer, device)
-        sequence, layers = _shared(ranks, self._settings)
-        base = base_model.load(self._settings, device, _split(self._settings, device, layers))
+        sequence, split = _parallel_groups(ranks, self._settings)
+        base = base_model.load(self._settings, device, _split(self._settings, device, split))
         trained = self.prepare(base)
-        if layers is not None:
-            layers.connect(base.model)
+        if split is not None:
+            split.connect(base.model)
         in_step = (trainer.zero_stage == 3 and ranks.size > 1) or sequence.size > 1
         if in_step and not trained:
             # Else a pass over an adapter on the upper layers alone would gather fewer layers than another rank's, and
             # tokens without an adapter would send nothing back to the ranks that share their datum.
             base.model.enable_input_require_grads()
-        hidden_states = HiddenStates(base.model, trainer, ranks.greatest if in_step else int, sequence, layers)
+        hidden_states = HiddenStates(base.model, trainer, ranks.greatest if in_step else int, sequence, split)
         return DeepSpeedEngine(
             base=base,
             hidden_states=hidden_states,
             ranks=ranks,
-            engine=_initialize(base, hidden_states, trainer, None if layers is None else SameParts.of(ranks, sequence)),
-            layers=layers,
+            engine=_initialize(base, hidden_states, trainer, None if split is None else SameParts.of(ranks, sequence)),
+            split_layers=split,
             trained=trained,
             shards_optimizer=trainer.zero_stage > 0,
             shards_gradients=trainer.zero_stage > 1,
@@ -171,7 +172,7 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
     return RankGroup(dist.get_rank(), trainer.ranks, control_group(), store)
 
 
-def _shared(ranks: RankGroup, settings: BaseModelSettings) -> tuple[SequenceGroup, SplitLayers | None]:
+def _parallel_groups(ranks: RankGroup, settings: BaseModelSettings) -> tuple[SequenceGroup, SplitLayers | None]:
     """Makes the group of ranks that share micro-batches, and their layers where these are split. A collective."""
     trainer = settings.trainer
     if trainer.tensor_parallel == 1:

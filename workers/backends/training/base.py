@@ -62,7 +62,7 @@ class TrainingBackend(Protocol):
     """One base model with many adapters, or with fully fine-tuned models, in one process or one rank group."""
 
     def open(self) -> BaseModelInfo:
-        """Loads the base model. Called once, before anything else."""
+        """Loads the base model. Called once, before anything else. Raises SetupError."""
         ...
 
     def apply(self, ops: Mapping[str, BackendOp]) -> Mapping[str, Output | OpError]:
@@ -79,15 +79,17 @@ class TrainingBackend(Protocol):
 
         The files are an adapter as PEFT files (ADAPTER_FILE, ADAPTER_CONFIG_FILE), or all weights as a Hugging Face
         folder, and OPTIMIZER_FILE. Loading them with the optimizer gives the same bits. With `gradients`, a pending
-        gradient is in GRADIENTS_FILE, from which `Create` makes the same bits.
+        gradient is in GRADIENTS_FILE, from which `Create` makes the same bits. Raises ServerOpError for an unknown
+        model.
         """
         ...
 
     def export(self, model_id: str) -> Writer:
         """Copies the full model as it is now, the adapter merged into the base, to be written as a Hugging Face folder.
 
-        The folder has the base's dtype and loads without PEFT. Raises UserOpError for a critic, because no such folder
-        has a value head.
+        The folder has the base's dtype and loads without PEFT. A fully fine-tuned critic gives a folder
+        of a sequence classifier. Raises UserOpError for a critic that is an adapter, because PEFT merges no value head,
+        and ServerOpError for an unknown model.
         """
         ...
 

@@ -182,7 +182,9 @@ class HiddenStates(nn.Module):
         picture: Picture | None = None,
         routes: Tensor | None = None,
     ) -> Tensor:
-        """Maps int64 [T], the datums' tokens end to end, to [T, hidden size], or to [T, vocabulary] unless `hidden`.
+        """Maps int64 [T], the datums' tokens end to end, to hidden states [T, hidden size].
+
+        An architecture without a logit rule gives logits [T, vocabulary] instead, unless `hidden`.
 
         `picture`: the images among the tokens. `routes`: the tokens' experts, int64 [T, layers, top_k], as
         `routers.use` takes them. Ranks that share the tokens get their own rows of the result.

@@ -54,7 +54,7 @@ class Footprint:
 
         The first ones, because the backward pass comes to them last. By then it has freed the activations of the
         others, and a layer that is computed again takes their place. The last layers would come on top of them all.
-        One layer is counted on top in any case: it is needed if all are computed again, and else a margin.
+        Unless `again` is 0, one layer is counted on top: it is needed if all are computed again, and is else a margin.
         """
         if not again:
             return self.whole
@@ -86,8 +86,9 @@ def micro_batch_tokens(footprint: Footprint, usable: float, setting: bool | Lite
     `setting`: trainer.activation_checkpointing. With "auto" all activations are kept where 2,048 tokens fit so, and
     else no layer's.
     """
-    whole, again = (usable / max(footprint.peak(count), 1) for count in (0, len(footprint.layers)))
-    fitting = again if setting is True or (setting == "auto" and whole < _BUSY) else whole
+    kept = usable / max(footprint.peak(0), 1)
+    computed_again = usable / max(footprint.peak(len(footprint.layers)), 1)
+    fitting = computed_again if setting is True or (setting == "auto" and kept < _BUSY) else kept
     return int(min(max(fitting // LEAST_TOKENS * LEAST_TOKENS, LEAST_TOKENS), most))
 
 

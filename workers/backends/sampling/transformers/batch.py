@@ -50,7 +50,7 @@ class RunningBatch:
 
     @property
     def aside(self) -> list[Row]:
-        """The rows that are set aside, the longest first."""
+        """The live rows that are set aside, in the order in which they were."""
         self._aside = {row: cache for row, cache in self._aside.items() if row.live}
         return list(self._aside)
 
@@ -87,7 +87,7 @@ class RunningBatch:
 
     @property
     def occupied(self) -> bool:
-        """True if there are rows, of which some or all may have ended."""
+        """True if there are rows: running, ended or set aside."""
         return bool(self._rows or self._aside)
 
     def step(self) -> None:
@@ -173,11 +173,12 @@ def fits(jobs: Sequence[Job], job: Job) -> bool:
 
     Scoring and non-scoring jobs never share one, and a prompt with images has its own.
     """
+    if not jobs:
+        return True
+    if job.wants_scores != jobs[0].wants_scores or job.request.images or jobs[0].request.images:
+        return False
     longest = max(len(other.request.prompt) for other in [*jobs, job])
-    alike = (
-        bool(jobs) and job.wants_scores == jobs[0].wants_scores and not (job.request.images or jobs[0].request.images)
-    )
-    return not jobs or (alike and (len(jobs) + 1) * longest <= PASS_TOKENS)
+    return (len(jobs) + 1) * longest <= PASS_TOKENS
 
 
 def prefill(model: Any, device: torch.device, jobs: Sequence[Job]) -> Prefilled:
@@ -244,4 +245,5 @@ def _pad(prompts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, l
 
 def segments(jobs: Sequence[Job]) -> list[tuple[Adapter | None, int]]:
     """Returns runs of neighbours with one adapter, as workers.models.lora.use takes them."""
-    return [(run[0].adapter, len(run)) for _, group in groupby(jobs, lambda job: job.adapter_id) for run in [[*group]]]
+    runs = [list(group) for _, group in groupby(jobs, lambda job: job.adapter_id)]
+    return [(run[0].adapter, len(run)) for run in runs]
