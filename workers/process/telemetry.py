@@ -174,6 +174,7 @@ def op_revoked(request_id: str) -> None:
 
 
 def op_done(entry: Entry, *, failed: bool, run_s: float, commit_s: float, ops_in_pass: int = 1) -> None:
+    """Records the end of an Op. `run_s` and `commit_s`: seconds of its run and of its commit."""
     state = "failed" if failed else "done"
     if _op_traces:
         _op_traces.ended(entry.request_id, failed=failed, run_s=run_s, commit_s=commit_s, ops_in_pass=ops_in_pass)

@@ -34,13 +34,13 @@ _SLACK = 8
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """One request's turn. `rows`: its sequences that have not ended. At admission its project is charged for `most`
-    tokens; the end of the turn corrects the charge."""
+    """One request's turn. `rows`: its sequences that have not ended. At admission its project is charged for
+    `most_tokens`, divided by `weight`; the end of the turn corrects the charge."""
 
     project: str
     weight: float
     rows: int
-    most: int
+    most_tokens: int
     admitted: threading.Event = field(default_factory=threading.Event)
 
 
@@ -50,7 +50,7 @@ class BatchAdmission:
 
     def __init__(self, fair_queue: FairQueue, weight_of: Callable[[str], float], batch: int) -> None:
         self._fair_queue, self._weight_of = fair_queue, weight_of
-        self._most = batch + max(1, batch // _SLACK)
+        self._most_sequences = batch + max(1, batch // _SLACK)
         self._batch = batch
         telemetry.BATCH_CAPACITY.set(batch)
         self._lock = threading.Lock()
@@ -69,8 +69,8 @@ class BatchAdmission:
         A request with more sequences than there is room for is admitted when there is any room: otherwise it might wait
         forever.
         """
-        most = len(request.prompt) + request.num_samples * request.max_tokens
-        mine = QueuedRequest(project, self._weight_of(project), request.num_samples, most)
+        most_tokens = len(request.prompt) + request.num_samples * request.max_tokens
+        mine = QueuedRequest(project, self._weight_of(project), request.num_samples, most_tokens)
         handle.project, handle.weight = project, mine.weight
         handle.on_end = lambda: self._make_room(mine, 1)
         self._wait(mine, handle)
@@ -93,12 +93,12 @@ class BatchAdmission:
         with self._lock:
             if mine in self._waiting.get(mine.project, ()):
                 self._remove(mine)
-                self._count()
+                self._report()
                 raise Aborted("the request was stopped before its turn")
 
     def _correct(self, mine: QueuedRequest, tokens_used: int) -> None:
         with self._lock:
-            self._fair_queue.settle(mine.project, mine.most / mine.weight, tokens_used / mine.weight)
+            self._fair_queue.settle(mine.project, mine.most_tokens / mine.weight, tokens_used / mine.weight)
 
     def _make_room(self, mine: QueuedRequest, rows: int) -> None:
         with self._lock:
@@ -111,18 +111,18 @@ class BatchAdmission:
         while self._waiting and self._has_room(project := min(self._waiting, key=self._fair_queue.virtual_time)):
             mine = self._waiting[project][0]
             self._fair_queue.begin(mine.project)
-            self._fair_queue.reserve(mine.project, mine.most / mine.weight)
+            self._fair_queue.reserve(mine.project, mine.most_tokens / mine.weight)
             self._remove(mine)
             self._inside[mine.project] += mine.rows
             mine.admitted.set()
-        self._count()
+        self._report()
 
     def _has_room(self, project: str) -> bool:
         """True if the project's next request may go in: a full batch makes room for a project below its share."""
-        if self._inside.total() < self._most:
+        if self._inside.total() < self._most_sequences:
             return True
-        self._inside = +self._inside
-        self._weights = {project: self._weights[project] for project in {*self._inside, *self._waiting}}
+        self._inside = +self._inside  # drops the projects without sequences
+        self._weights = {name: self._weights[name] for name in {*self._inside, *self._waiting}}
         return self._inside[project] < shares(self._weights, self._batch)[project]
 
     def _remove(self, mine: QueuedRequest) -> None:
@@ -132,7 +132,7 @@ class BatchAdmission:
             del self._waiting[mine.project]
             self._fair_queue.leave(mine.project)
 
-    def _count(self) -> None:
+    def _report(self) -> None:
         telemetry.BATCH_SEQUENCES.set(self._inside.total())
         telemetry.BATCH_WAITING.set(sum(map(len, self._waiting.values())))
 

@@ -34,7 +34,7 @@ from app.settings import NO_VLLM, BaseModelSettings
 
 log = logging.getLogger(__name__)
 BATCH = 64
-"""Sequences decoded together where the settings say 0, but for vLLM on a GPU."""
+"""Sequences decoded together where the settings say 0, except with vLLM on a GPU."""
 OnTokens = Callable[[int, Sequence[int], Sequence[float]], None]
 """Called with i, further tokens of sample i, and their logprobs, in order. The engine's thread calls it, so it must not
 block."""
@@ -46,7 +46,7 @@ class SamplerBackend(Protocol):
     """One base model and any number of adapters in PEFT files, or one fully fine-tuned model at a time."""
 
     def open(self) -> BaseModelInfo:
-        """Load the engine. Called once, before anything else."""
+        """Loads the engine. Called once, before anything else. Raises SetupError."""
         ...
 
     @property
@@ -55,17 +55,22 @@ class SamplerBackend(Protocol):
         ...
 
     def load(self, adapter_id: str, folder: Path) -> None:
-        """Make the adapter in `folder` usable; repeating an id is a no-op. `folder` stays until `evict`."""
+        """Makes the adapter in `folder` usable; a loaded id stays as it is. The caller keeps `folder` until `evict`.
+
+        Raises UserOpError when the files are damaged or do not fit the base model, and ServerOpError when the engine
+        has failed.
+        """
         ...
 
     def evict(self, adapter_id: str) -> None:
-        """Free an adapter that no request uses; unknown ids are fine."""
+        """Frees an adapter that no request uses. Accepts unknown ids."""
         ...
 
     def sample(
         self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
     ) -> SampleOutput:
-        """Runs one request; None is the base itself. Raises UserOpError for requests that only the engine can refuse.
+        """Runs one request; None is the base itself. Raises UserOpError for a request that only the engine can
+        refuse, and ServerOpError when the adapter is not loaded or the engine has failed.
 
         Raises Aborted soon after `handle.abort()`: the engine then stops the request, or does not start it.
         While other projects want rows, `handle.project` has its share of the batch

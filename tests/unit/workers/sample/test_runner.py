@@ -260,7 +260,7 @@ def test_a_sample_is_charged_to_its_project_for_what_was_drawn(world: World, bac
 
 def test_a_request_that_is_stopped_at_admission_never_reaches_the_engine(world: World, backend: SamplerBackend):
     sampler = runner(world, Stuck(), "s/1")
-    sampler._batch_admission._most = sampler._batch_admission._batch = 1
+    sampler._batch_admission._most_sequences = sampler._batch_admission._batch = 1
     requests = [admit(world, seq) for seq in range(2)]
     threads = [threading.Thread(target=sampler.handle, args=(request, SESSION, "sample")) for request in requests]
     for thread, count in zip(threads, (0, 1), strict=True):

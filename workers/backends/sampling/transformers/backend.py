@@ -350,17 +350,13 @@ class Engine:
         except torch.AcceleratorError:  # the device is lost, not the request
             raise
         except Exception as error:
-            self._start_alone(starting, error)
+            if len(starting) == 1:
+                starting[0][0].fail(error)
+                return
+            for entry in starting:  # each alone, so that the failing prompt fails no other
+                self._start([entry])
         else:
             self._batch.add(starting, prefilled)
-
-    def _start_alone(self, starting: list[tuple[Job, int]], error: Exception) -> None:
-        """Runs each prompt alone after a failed pass, so that the failing prompt fails no other."""
-        if len(starting) > 1:
-            for entry in starting:
-                self._start([entry])
-            return
-        starting[0][0].fail(error)
 
     def _fail_all(self) -> None:
         with self._changed:

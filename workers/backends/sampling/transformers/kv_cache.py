@@ -275,7 +275,8 @@ def _llama4(module: Any, seen: Tensor) -> Tensor:
 
 
 def _inkling(config: Any, seen: Tensor) -> Tensor:
-    """Returns the factors of the queries and of the bias in Inkling's layers without a window."""
+    """Returns the factors of the queries and of the bias in Inkling's layers without a window, as transformers'
+    InklingAttention scales them."""
     factors: Tensor = 1 + config.log_scaling_alpha * torch.log((seen / config.log_scaling_n_floor).clamp(min=1))
     return factors
 

@@ -26,6 +26,7 @@ from workers.backends.sampling.token_sampler import PromptScorer
 SCORES_KEY = "tinsmith_request"
 _ROWS = 256
 HeadFn = Callable[[Tensor], Tensor]
+"""Maps hidden states [n, hidden size] to logits [n, vocabulary]."""
 
 
 def sampling_params(
