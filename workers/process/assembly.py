@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import redis
 from celery import Celery
 
 from app import dispatch, ids
@@ -66,7 +64,6 @@ def start(settings: Settings, celery: Celery, node: str, queues: list[str]) -> s
     kind, base, queue = _kind(settings, queues)
     samples, full = kind in ("sample", "fullsample"), kind in ("full", "fullsample")
     role = sampler_role(full=full) if samples else trainer_role(full=full)
-    refusal_id = Refusal.id(role, base.name)
     parts = Parts.of(settings, celery, worker_name(node))
     telemetry.send_task_events(dispatch.TaskEvents(celery, node))
     tracer = create_tracer(settings.tracing, "tinsmith-worker", node)
@@ -77,10 +74,9 @@ def start(settings: Settings, celery: Celery, node: str, queues: list[str]) -> s
     try:
         become(start_role(parts, base, queue, full=full))
     except UnservableModel as error:
-        parts.records.put(Refusal.namespace, refusal_id, dump(Refusal(role, base.name, str(error))))
+        refusal = Refusal(role, base.name, str(error))
+        parts.records.put(Refusal.namespace, Refusal.id(role, base.name), dump(refusal))
         raise
-    with suppress(redis.RedisError):  # a live worker counts more than a refusal
-        parts.records.delete(Refusal.namespace, refusal_id)
     return dispatch.direct_queue(queue, node)
 
 

@@ -26,7 +26,7 @@ import redis
 from app.dispatch import TickSender
 from app.domain.records import LAST_WORKERS, LATER_FACTS, READS_GRADIENTS, BaseModelInfo, Demand, Refusal, Worker
 from app.domain.sampling import SampleRequest
-from app.errors import NoTurnYet
+from app.errors import NotReplicated, NoTurnYet
 from app.services.base_models import TRAINER_ROLES
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
@@ -90,7 +90,7 @@ class Heartbeat:
         self._stopped = True
         self._wake.set()
         with suppress(redis.RedisError):  # it expires by itself
-            self._records.delete(Worker.namespace, self._node)
+            self._delete(Worker.namespace, self._node)
 
     def _beat(self) -> None:
         info = asdict(self._info)
@@ -113,10 +113,18 @@ class Heartbeat:
         if not self._is_recorded:
             role_and_base = Refusal.id(self._role, self._info.name)
             self._records.put(LAST_WORKERS, role_and_base, dump(worker))
-            self._records.delete(Demand.namespace, role_and_base)
+            self._delete(Demand.namespace, role_and_base)
+            self._delete(Refusal.namespace, role_and_base)
             self._is_recorded = True
 
+    def _delete(self, namespace: str, key: str) -> None:
+        """Deletes a record, and does not insist on replicas: after a failover, a record that is back expires, or counts
+        less than a live worker."""
+        with suppress(NotReplicated):
+            self._records.delete(namespace, key)
+
     def _loop(self) -> None:
+        is_failing = False
         while True:
             self._wake.wait(BEAT_S)
             self._wake.clear()
@@ -124,8 +132,12 @@ class Heartbeat:
                 return
             try:
                 self._beat()
-            except (redis.RedisError, OSError) as error:
-                log.warning("could not send the heartbeat: %s", error)
+                is_failing = False
+            except Exception as error:  # if this thread ended, nothing else would notice
+                if not is_failing:  # one line for each outage, not one for each heartbeat
+                    is_outage = isinstance(error, redis.RedisError | OSError)
+                    log.warning("could not send the heartbeat: %s", error, exc_info=not is_outage)
+                is_failing = True
 
 
 class PutOffs:

@@ -177,6 +177,14 @@ MUTANTS = (
         f"{_REPLICAS}::test_a_server_that_forgot_the_scripts_is_sent_them_again",
     ),
     Mutant(
+        "replicas: a worker that starts or stops insists on none",
+        "workers/process/liveness.py",
+        "        with suppress(NotReplicated):\n",
+        "        if True:\n",
+        "tests/unit/workers/process/test_heartbeat.py::test_an_orderly_stop_closes_the_worker_while_a_replica_is_away",
+        slow=True,
+    ),
+    Mutant(
         "replicas: a snapshot waits for them",
         _DURABILITY,
         '"set_snapshot", ',

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import redis
 
-from app.domain.records import LAST_WORKERS, BaseModelInfo, Demand, Worker
-from app.stores.redis import keys
-from app.stores.redis.records import RedisRecords, load
+from app.domain.records import LAST_WORKERS, BaseModelInfo, Demand, Refusal, Worker
+from app.settings import EngineSettings
+from app.stores.redis import durability, keys
+from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Entry
+from workers.maintenance.leader import Sweeper
 from workers.process import liveness, telemetry
-from workers.process.liveness import Heartbeat
+from workers.process.liveness import Heartbeat, Watchdog
+from workers.process.runtime import Runtime
 from workers.process.telemetry import ServiceTime
 
 INFO = BaseModelInfo("base", "Qwen3ForCausalLM", 320, 512, "float32", ("attn",))
@@ -60,6 +64,80 @@ def test_a_worker_that_has_started_is_demanded_no_more(client):
     await_true(lambda: record(client) is not None)
     made.stop()
     assert {key for key, _ in records.list(Demand.namespace)} == {"sampler/base", "trainer/base"}
+
+
+def refuse(records: RedisRecords) -> None:
+    for role in ("trainer", "sampler"):
+        records.put(Refusal.namespace, Refusal.id(role, "base"), dump(Refusal(role, "base", "it was another model")))
+
+
+def refused(client: redis.Redis) -> list[str]:
+    return [key for key, _ in RedisRecords(client).list(Refusal.namespace)]
+
+
+def test_a_worker_that_has_started_takes_back_the_refusal_of_its_role(client):
+    records = RedisRecords(client)
+    refuse(records)
+    made = Heartbeat(records, "s", "sampler", INFO, dict, "", lambda: True, "sample.base")
+    made.start()
+    await_true(lambda: refused(client) == ["trainer/base"])
+    made.stop()
+
+
+@pytest.fixture
+def unreplicated(client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heartbeat]:
+    """The heartbeat of a worker that has started with engine.replicas, while no replica was there."""
+    monkeypatch.setattr(durability, "_WAIT_MS", 1)
+    records = RedisRecords(client, EngineSettings(replicas=1))
+    refuse(records)
+    unreplicated = Heartbeat(records, "s", "sampler", INFO, dict, "", lambda: True, "sample.base")
+    unreplicated.start()
+    await_true(lambda: refused(client) == ["trainer/base"])
+    yield unreplicated
+    unreplicated.stop()
+
+
+def test_the_heartbeat_of_a_worker_goes_on_while_a_replica_is_away(client, unreplicated):
+    client.delete(keys.record(Worker.namespace, "s"))
+    unreplicated.refresh()
+    await_true(lambda: record(client) is not None)
+
+
+def test_what_a_worker_takes_back_at_its_start_it_takes_back_once_while_a_replica_is_away(client, unreplicated):
+    RedisRecords(client).put_demand("sampler", "base")
+    client.delete(keys.record(Worker.namespace, "s"))
+    unreplicated.refresh()
+    await_true(lambda: record(client) is not None)
+    unreplicated.stop()
+    assert [key for key, _ in RedisRecords(client).list(Demand.namespace)] == ["sampler/base"]
+
+
+def test_an_orderly_stop_closes_the_worker_while_a_replica_is_away(client, unreplicated):
+    absent: Any = None
+    closed: list[bool] = []
+    watchdog, sweeper = Watchdog(absent, lambda: True, 60.0, absent), Sweeper(absent, {}, "s/1")
+    Runtime(absent, absent, "", unreplicated, watchdog, sweeper, absent, lambda: closed.append(True)).stop()
+    assert closed
+    assert record(client) is None
+
+
+def test_a_heartbeat_that_fails_is_one_line_and_the_next_one_is_sent(client, made, caplog: pytest.LogCaptureFixture):
+    await_true(lambda: record(client) is not None)
+    failures = iter([KeyError("devices"), KeyError("devices"), None, KeyError("devices")])
+    described: list[bool] = []
+
+    def describe() -> Mapping[str, Any]:
+        described.append(True)
+        if failure := next(failures, None):
+            raise failure
+        return {"devices": ["cpu"]}
+
+    made._describe = describe
+    for beats in (1, 2, 3, 4, 5):
+        made.refresh()
+        await_true(lambda beats=beats: len(described) >= beats)
+    await_true(lambda: record(client).describe == {"devices": ["cpu"]})
+    assert [line.getMessage() for line in caplog.records] == ["could not send the heartbeat: 'devices'"] * 2
 
 
 LATER_FACTS = {"reads_images", "follows_schemas"}
