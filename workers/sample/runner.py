@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -95,8 +95,8 @@ class SampleRunner:
     def handle(self, request_id: str, sampling_session_id: str, kind: str) -> Result | None:
         """Returns the future's result; None when the future no longer exists.
 
-        Raises Requeue while another worker runs it, while others are at their last attempt before it, while a worker
-        that tried it may only be cut off, or while the object store is away.
+        Raises Requeue while it runs here or in another worker, while others are at their last attempt before it, while
+        a worker that tried it may only be cut off, or while the object store is away.
         """
         try:
             self._run(request_id, sampling_session_id, MAX_ATTEMPTS - 2)
@@ -272,33 +272,35 @@ class RunningRequests:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: dict[str, set[RequestHandle]] = defaultdict(set)
+        self._running: dict[str, RequestHandle] = {}
 
     @contextmanager
     def track(self, request_id: str) -> Iterator[RequestHandle]:
-        """Yields a handle that is aborted if the request is cancelled while the block runs. A duplicate dispatch gets
-        its own."""
+        """Yields a handle that is aborted if the request is cancelled while the block runs.
+
+        Raises Requeue while an earlier attempt runs here, even one that has lost its lease: a lease names only the
+        worker, so the earlier attempt would end the lease of the new one.
+        """
         handle = RequestHandle()
         with self._lock:
-            self._running[request_id].add(handle)
+            if self._running.setdefault(request_id, handle) is not handle:
+                raise Requeue(f"{request_id}: an earlier attempt still runs here")
         try:
             yield handle
         finally:
             with self._lock:
-                self._running[request_id].discard(handle)
-                if not self._running[request_id]:
-                    del self._running[request_id]
+                del self._running[request_id]
 
     def handles(self) -> dict[str, RequestHandle]:
-        """The requests that run here, each with the handle that has used the most tokens."""
+        """The requests that run here, with their handles."""
         with self._lock:
-            return {id_: max(handles, key=lambda handle: handle.tokens_used) for id_, handles in self._running.items()}
+            return dict(self._running)
 
     def abort(self, request_id: str) -> None:
         """Stops the request, if it runs here."""
         with self._lock:
-            handles = tuple(self._running.get(request_id, ()))
-        for handle in handles:
+            handle = self._running.get(request_id)
+        if handle is not None:
             handle.abort()
 
 

@@ -210,6 +210,13 @@ MUTANTS = (
         f"{_LIMITS}::test_a_sample_that_is_put_back_counts_only_the_attempt_that_ends_it",
     ),
     Mutant(
+        "leases: a worker makes one attempt at a request at a time",
+        "workers/sample/runner.py",
+        "self._running.setdefault(request_id, handle) is not handle",
+        "self._running.update({request_id: handle})",
+        f"{_CANCELLING}::test_a_request_that_lost_its_lease_runs_again_here_only_when_its_first_attempt_has_ended",
+    ),
+    Mutant(
         "cancellation: the worker reports what it drew",
         "workers/sample/runner.py",
         "        SAMPLED: handle.sampled_tokens,\n",

@@ -7,8 +7,10 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -278,6 +280,45 @@ def test_a_request_whose_lease_was_lost_stops_and_leaves_the_result_to_its_new_o
     quick.release.set()
     result = samplers.start(quick, "s/2").handle(request, SESSION, "sample")
     assert result is not None and not result.failed
+
+
+def test_a_request_that_lost_its_lease_runs_again_here_only_when_its_first_attempt_has_ended(
+    samplers: Samplers, monkeypatch: pytest.MonkeyPatch
+):
+    """The state server was away for longer than a lease while that attempt fetched its adapter, which cannot be
+    aborted."""
+    backend, fetching, fetched = HeldBackend(), threading.Event(), threading.Event()
+    request = samplers.admit(0)
+    runner = samplers.start(backend, "s/1", misses_messages=True, keeper_lease_s=0.3)
+    use = runner._adapters.use
+
+    @contextmanager
+    def use_late(*args: Any) -> Iterator[str | None]:
+        fetching.set()
+        assert fetched.wait(60)
+        with use(*args) as adapter_id:
+            yield adapter_id
+
+    monkeypatch.setattr(runner._adapters, "use", use_late)
+    first, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
+    assert fetching.wait(60)
+    samplers.client.delete(keys.lease(request))
+    await_true(lambda: runner._running_requests.handles()[request].aborted, "the lost lease did not stop it")
+    second, again = in_thread(lambda: runner.handle(request, SESSION, "sample"))
+    await_true(lambda: again or samplers.client.exists(keys.lease(request)), "the second dispatch was not handled")
+    fetched.set()
+    first.join(60)
+    assert isinstance(came[0], Requeue)
+    third, _ = in_thread(lambda: runner.handle(request, SESSION, "sample"))
+    await_true(lambda: samplers.client.exists(keys.lease(request)) and backend.begun, "it never ran again")
+    samplers.client.pexpire(keys.lease(request), 600_000)  # the lease has 10 of its 60 minutes left
+    await_true(lambda: samplers.client.pttl(keys.lease(request)) > 600_000, "its lease is not renewed")
+    backend.release.set()
+    for thread in (second, third):
+        thread.join(60)
+    assert len(backend.begun) - len(backend.aborted) == 1
+    outcome = samplers.oplog.outcome(request)
+    assert outcome is not None and not outcome.failed
 
 
 def test_a_request_that_ends_just_as_it_is_cancelled_has_one_result(samplers: Samplers):
