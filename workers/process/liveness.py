@@ -158,16 +158,21 @@ class PutOffs:
             self.flush()
 
     def begin(self, request_id: str) -> None:
-        """Forgets a request that this worker is about to run again."""
+        """Puts back a request that waits here, because this worker is about to run it again: later, that would hide
+        this worker's death. Raises RedisError while the state server is away."""
         with self._lock:
-            self._waiting.pop(request_id, None)
+            if request_id in self._waiting:
+                self._put_back(request_id)
 
     def flush(self) -> None:
         """Puts back all that wait. Raises RedisError while the state server is away."""
         with self._lock:
-            for request_id, put_back in list(self._waiting.items()):
-                put_back()
-                del self._waiting[request_id]
+            for request_id in list(self._waiting):
+                self._put_back(request_id)
+
+    def _put_back(self, request_id: str) -> None:
+        self._waiting[request_id]()
+        del self._waiting[request_id]
 
 
 class LeaseKeeper:

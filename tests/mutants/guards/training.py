@@ -65,11 +65,11 @@ MUTANTS = (
         slow=True,
     ),
     Mutant(
-        "put-offs: what begins again is not put back",
+        "put-offs: what begins again is put back before",
         "workers/process/liveness.py",
-        "            self._waiting.pop(request_id, None)\n",
-        "            pass\n",
-        f"{_LEASES}::test_what_could_not_be_put_back_is_put_back_with_the_next_renewal",
+        "            if request_id in self._waiting:\n",
+        "            if False:\n",
+        f"{_LEASES}::test_a_request_begins_again_once_it_is_put_back_and_is_not_put_back_later",
     ),
     Mutant(
         "begin: an Op that killed its worker had an attempt",

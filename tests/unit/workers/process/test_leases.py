@@ -18,7 +18,7 @@ from app.stores.redis.records import dump
 from app.stores.redis.types import Lease, OwnedElsewhere
 from tests.servers import start_valkey
 from workers.process import liveness
-from workers.process.liveness import LeaseKeeper
+from workers.process.liveness import LeaseKeeper, PutOffs
 
 MODEL = "session:train:0"
 
@@ -158,20 +158,37 @@ def test_a_keeper_goes_on_after_an_outage(client: redis.Redis, monkeypatch: pyte
     keeper.stop()
 
 
-def test_what_could_not_be_put_back_is_put_back_with_the_next_renewal(client: redis.Redis):
-    keeper = LeaseKeeper(prepared(client, 30), "a/1", 0.03)
-    reachable = threading.Event()
-    back: list[str] = []
+class CutOff:
+    """Puts requests back as soon as the state server is reachable."""
 
-    def put_back(request_id: str) -> None:
-        if not reachable.is_set():
+    def __init__(self) -> None:
+        self.reachable = threading.Event()
+        self.back: list[str] = []
+
+    def put_back(self, request_id: str) -> None:
+        if not self.reachable.is_set():
             raise redis.ConnectionError
-        back.append(request_id)
+        self.back.append(request_id)
 
-    for request_id in ("begun again", "left"):
-        keeper.put_offs.add(request_id, partial(put_back, request_id))
-    keeper.put_offs.begin("begun again")
-    reachable.set()
-    await_true(lambda: bool(back))
+
+def test_what_could_not_be_put_back_is_put_back_with_the_next_renewal(client: redis.Redis):
+    keeper, worker = LeaseKeeper(prepared(client, 30), "a/1", 0.03), CutOff()
+    keeper.put_offs.add("left", partial(worker.put_back, "left"))
+    worker.reachable.set()
+    await_true(lambda: bool(worker.back))
     keeper.stop()
-    assert back == ["left"]
+    assert worker.back == ["left"]
+
+
+def test_a_request_begins_again_once_it_is_put_back_and_is_not_put_back_later():
+    """Later, it would take away the mark that this worker runs it, and its death would not count."""
+    put_offs, worker = PutOffs(), CutOff()
+    put_offs.add("left", partial(worker.put_back, "left"))
+    put_offs.begin("another")
+    with pytest.raises(redis.ConnectionError):
+        put_offs.begin("left")
+    worker.reachable.set()
+    put_offs.begin("left")
+    assert worker.back == ["left"]
+    put_offs.flush()
+    assert worker.back == ["left"]

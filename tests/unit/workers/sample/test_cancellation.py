@@ -155,26 +155,37 @@ def test_a_cancelled_request_is_stopped_in_the_engine_and_nothing_more_is_writte
     assert samplers.client.keys("*op:*") == []
 
 
-@pytest.mark.parametrize("notified", [True, False], ids=("stopped", "at its end"))
+@pytest.mark.parametrize("ends", ["at once", "at its end", "in an outage"])
 def test_a_request_that_is_cancelled_while_it_runs_is_charged_and_counts_its_prompt_and_what_it_drew_once(
-    samplers: Samplers, notified: bool
+    samplers: Samplers, monkeypatch: pytest.MonkeyPatch, ends: str
 ):
-    """At its end it has an output, which says what it drew."""
-    drawn, cached = (DRAWN, CACHED) if notified else (1, 0)
+    """At its end it has an output, which says what it drew. In an outage the worker cannot report it yet."""
+    drawn, cached = (1, 0) if ends == "at its end" else (DRAWN, CACHED)
+    is_away, put_off = threading.Event(), samplers.oplog.put_off_sample
+
+    def put_off_if_reachable(*report: Any) -> None:
+        if is_away.is_set():
+            raise redis.ConnectionError("away")
+        put_off(*report)
+
+    monkeypatch.setattr(samplers.oplog, "put_off_sample", put_off_if_reachable)
     samplers.settings = EngineSettings(lease_s=3600)  # so that the renewal of the lease reports nothing
     me, backend = Payer(PROJECT, "me", Limits(tokens_per_s=0.001)), HeldBackend()
     request = samplers.admit(0, 1000, Charge((me,), 1000, 1))
-    runner = samplers.start(backend, "s/1", misses_messages=not notified)
+    runner = samplers.start(backend, "s/1", misses_messages=ends == "at its end")
     thread, came = in_thread(lambda: runner.handle(request, SESSION, "sample"))
     await_true(lambda: backend.begun, "it never ran")
+    if ends == "in an outage":
+        is_away.set()
     samplers.oplog.cancel_sample(request)
-    if not notified:
+    if ends == "at its end":
         backend.release.set()
     thread.join(60)
+    is_away.clear()
     assert is_cancelled(came[0])
+    runner.handle(request, SESSION, "sample")  # its message comes a second time
     tokens_per_s = RedisQuotas(samplers.client, samplers.settings).used(me).tokens_per_s
     assert tokens_per_s == pytest.approx((len(REQUEST.prompt) + drawn) / 10, rel=1e-2)
-    runner.handle(request, SESSION, "sample")  # its message comes a second time
     assert used(samplers.client) == {
         "sampling_prefill session base": len(REQUEST.prompt) - cached,
         "sampling_sample session base": drawn,
