@@ -11,8 +11,8 @@ Llama 4 gives an expert zeros in the place of tokens that are not its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface, _grouped_linear, _grouped_mm
 
 from workers.backends.devices import moved
-from workers.models import coverage
+from workers.models import coverage, grouped
 from workers.models.quantized import QuantizedWeight, for_product
 
 NAME = "tinsmith_lora"
@@ -270,8 +270,8 @@ class _Rows:
         pairs = [nothing if adapter is None else _padded(adapter.pairs[path], count, rank) for adapter in self.adapters]
         a, b = (torch.stack(parts, 1).flatten(0, 1).to(x.dtype) for parts in zip(*pairs, strict=True))
         scalings = moved(torch.tensor([0.0 if one is None else one.scaling for one in self.adapters]), x.device)
-        low = _grouped_mm(x, a.mT, self.ends) * scalings.to(x.dtype)[self.kinds, None]
-        return out.add_(_grouped_mm(low, b.mT, self.ends))
+        low = _product(x, a.mT, self.ends) * scalings.to(x.dtype)[self.kinds, None]
+        return out.add_(_product(low, b.mT, self.ends))
 
 
 class _Gather(torch.autograd.Function):
@@ -303,6 +303,28 @@ class _Combine(torch.autograd.Function):
         of_rows = weights.new_zeros(len(x)).index_copy(0, places.flatten(), weights.flatten())
         of_weights = torch.bmm(x[places.flatten()].view(*places.shape, -1), gradient[:, :, None])[..., 0]
         return gradient.index_select(0, tokens) * of_rows[:, None], of_weights, None, None
+
+
+def _product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiplies each group's rows of x [T, in] by the group's own [in, out], of [groups, in, out].
+
+    More groups than one product takes are several products over all rows. In each of them, zeros stand for the groups
+    before and after its own. Their sum has the bits of one product, and the host does not wait for a group's end.
+    """
+    if len(ends) <= grouped.MOST_GROUPS:
+        return _grouped_mm(x, weights, ends)  # type: ignore[no-any-return]
+    most = grouped.MOST_GROUPS - 2
+    parts = torch.split(ends, most)
+    starts = [ends.new_zeros(1), *(part[-1:] for part in parts[:-1])]
+    between_zeros = (
+        nn.functional.pad(own.mT, (0, 0, 0, 0, 1, 1)).mT  # in the layout of `weights`
+        for own in torch.split(weights, most)
+    )
+    products: Iterator[Tensor] = (
+        _grouped_mm(x, padded, torch.cat([start, part, ends[-1:]]))
+        for padded, start, part in zip(between_zeros, starts, parts, strict=True)
+    )
+    return reduce(torch.add, products)
 
 
 def _rounded(sizes: Tensor) -> Tensor:

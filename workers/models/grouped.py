@@ -20,11 +20,14 @@ Pairs = Sequence[tuple[Tensor, Tensor] | None]
 
 # Rows of grouped products are multiples of 16 bytes: 8 numbers of bf16.
 _ALIGNMENT = 8
+MOST_GROUPS = 1023
+"""The most groups of one product: torch's kernels refuse more."""
 
 
-def suits(x: Tensor, out: Tensor) -> bool:
-    """True if torch has kernels for the grouped products between x [T, in] and out [T, out]."""
-    return has_kernels(x.device, x.dtype) and x.shape[1] % _ALIGNMENT == out.shape[1] % _ALIGNMENT == 0
+def suits(x: Tensor, out: Tensor, segments: int) -> bool:
+    """True if torch has kernels for the grouped products between x [T, in] and out [T, out] of so many segments."""
+    aligned = x.shape[1] % _ALIGNMENT == out.shape[1] % _ALIGNMENT == 0
+    return aligned and segments <= MOST_GROUPS and has_kernels(x.device, x.dtype)
 
 
 @cache
@@ -108,14 +111,14 @@ def added(x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None) -> Tensor:
     return found
 
 
-def joins(linear: nn.Module, x: Tensor) -> TypeGuard[nn.Linear]:
-    """True if `joined` computes the linear for x [T, in]: it is frozen, no class of its own changes its product, and no
-    hook must see its output or gather its weight."""
+def joins(linear: nn.Module, x: Tensor, segments: int) -> TypeGuard[nn.Linear]:
+    """True if `joined` computes the linear for x [T, in] of so many segments: it is frozen, no class of its own changes
+    its product, and no hook must see its output or gather its weight."""
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return False
     if linear._forward_hooks or linear._forward_pre_hooks:
         return False
-    return not linear.weight.requires_grad and suits(x, linear.weight.mT)
+    return not linear.weight.requires_grad and suits(x, linear.weight.mT, segments)
 
 
 def joined(x: Tensor, linear: nn.Linear, stack: Stack, ends: Tensor | None) -> Tensor:

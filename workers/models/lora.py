@@ -171,12 +171,12 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         segments = _segments.get()
-        if grouped.joins(self.base, flat) and (stack := segments.stack(self.path, flat)):
+        if grouped.joins(self.base, flat, len(segments)) and (stack := segments.stack(self.path, flat)):
             rows = grouped.joined(flat, self.base, stack, segments.ends(flat))
             return rows.view(*x.shape[:-1], rows.shape[1])
         out: Tensor = self.base(x)
         rows = out.reshape(-1, out.shape[-1])
-        if grouped.suits(flat, rows):
+        if grouped.suits(flat, rows, len(segments)):
             stack = segments.stack(self.path, flat)
             return grouped.added(flat, out, stack, segments.ends(flat)) if stack else out
         runs = list(_runs(segments, self.path, len(flat)))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 from app.domain.ops import LoraSpec
 from app.settings import BaseModelSettings
 from tests.parity import architectures
-from workers.models import base_model, experts, lora, peft_files
+from workers.models import base_model, experts, grouped, lora, peft_files
 from workers.models.lora import Adapter
 
 _SHAPE: dict[str, Any] = {
@@ -130,6 +130,67 @@ def test_bfloat16_is_as_near_to_float32_as_a_loop_is(model: nn.Module) -> None:
     for one, other, wanted in zip(found, looped, exact, strict=True):
         error, error_of_loop = ((tensor.float() - wanted).norm() for tensor in (one, other))
         assert error <= 2 * error_of_loop, "an adapter's product is rounded twice more than a merged weight"
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of groups of all grouped products. Their backward passes have the same."""
+    found: list[int] = []
+    real = experts._grouped_mm
+
+    def noted(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        found.append(len(ends))
+        return real(x, weights, ends)
+
+    monkeypatch.setattr(experts, "_grouped_mm", noted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_groups_in_several_products_have_the_bits_of_one_product(
+    model: nn.Module, dtype: torch.dtype, groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments = [(adapter, 20 * count) for adapter, count in tenants(model)]
+    model.to(dtype)
+
+    def passed() -> list[Tensor]:
+        inputs = routed(220, dtype)
+        with lora.use(segments):
+            return both(model.get_submodule(_PATH)(*inputs), inputs, segments)
+
+    wanted = passed()
+    assert set(groups) == {12}, "four experts and three tenants"
+    groups.clear()
+    monkeypatch.setattr(grouped, "MOST_GROUPS", 7)
+    assert all(torch.equal(one, other) for one, other in zip(passed(), wanted, strict=True))
+    assert groups == [7, 7, 4] * 4
+
+
+def test_no_product_has_more_groups_than_the_kernels_of_a_gpu_take(groups: list[int]) -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**_SHAPE, num_experts=128, moe_intermediate_size=24)
+    model = AutoModelForCausalLM.from_config(config)
+    lora.wrap(model.eval().requires_grad_(False))
+    segments = [(lora.new_adapter(model, LoraSpec(rank=1, seed=seed)), 2) for seed in range(9)]
+    with lora.use(segments):
+        model(torch.randint(40, (1, 18))).logits.sum().backward()
+    assert sum(groups) > 9 * 128
+    assert max(groups) < 1024
+
+
+def test_a_row_that_is_not_finite_leaves_other_groups_alone(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros are multiplied by it, in the products of other groups."""
+    monkeypatch.setattr(grouped, "MOST_GROUPS", 4)
+    segments, (hidden, chosen, weights) = tenants(model), routed()
+    bad = torch.cat([hidden[:4] * torch.nan, hidden[4:]]).detach().requires_grad_()
+    with lora.use(segments):
+        found, wanted = (
+            both(model.get_submodule(_PATH)(*inputs), inputs, segments)
+            for inputs in ((bad, chosen, weights), (hidden, chosen, weights))
+        )
+    assert found[0][:4].isnan().all()
+    rows = [(one[4:], other[4:]) for one, other in zip(found[:2], wanted[:2], strict=True)]
+    assert all(torch.equal(one, other) for one, other in [*rows, *zip(found[-4:], wanted[-4:], strict=True)])
 
 
 def both(output: Tensor, inputs: tuple[Tensor, ...], segments: list[tuple[Adapter | None, int]]) -> list[Tensor]:

@@ -180,12 +180,12 @@ def test_a_linear_is_joined_with_its_adapters_unless_something_must_see_it(group
 
     group()
     x, frozen = torch.ones(2, 8), nn.Linear(8, 8).requires_grad_(False)
-    assert grouped.joins(frozen, x)
-    assert not grouped.joins(nn.Linear(8, 8), x), "its weight would get no gradient"
-    assert not grouped.joins(Own(8, 8).requires_grad_(False), x)
-    assert not grouped.joins(nn.Linear(6, 8).requires_grad_(False), torch.ones(2, 6))
+    assert grouped.joins(frozen, x, 2)
+    assert not grouped.joins(nn.Linear(8, 8), x, 2), "its weight would get no gradient"
+    assert not grouped.joins(Own(8, 8).requires_grad_(False), x, 2)
+    assert not grouped.joins(nn.Linear(6, 8).requires_grad_(False), torch.ones(2, 6), 2)
     frozen.register_forward_pre_hook(lambda *_: None)
-    assert not grouped.joins(frozen, x)
+    assert not grouped.joins(frozen, x, 2)
 
 
 def test_an_input_without_a_gradient_costs_no_product_for_it(group: Callable[[], None]) -> None:
@@ -206,9 +206,20 @@ def test_an_input_without_a_gradient_costs_no_product_for_it(group: Callable[[],
 def test_widths_without_a_kernel_run_one_by_one(model: nn.Module, group: Callable[[], None]) -> None:
     """Rows of 6 numbers are no multiple of 16 bytes, which the grouped products refuse."""
     group()
-    assert not grouped.suits(torch.ones(2, 6), torch.ones(2, 8))
-    assert not grouped.suits(torch.ones(2, 8), torch.ones(2, 6))
-    assert grouped.suits(torch.ones(2, 8), torch.ones(2, 8))
+    assert not grouped.suits(torch.ones(2, 6), torch.ones(2, 8), 2)
+    assert not grouped.suits(torch.ones(2, 8), torch.ones(2, 6), 2)
+    assert grouped.suits(torch.ones(2, 8), torch.ones(2, 8), 2)
+
+
+def test_more_segments_than_a_kernel_takes_run_one_by_one(
+    model: nn.Module, group: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments = CASES["uneven"](model)
+    wanted = learnt(model, segments)
+    group()
+    monkeypatch.setattr(grouped, "MOST_GROUPS", 2)
+    monkeypatch.delattr(nn.functional, "grouped_mm")
+    assert_same(learnt(model, segments), wanted)
 
 
 def test_a_cpu_has_no_kernel_for_grouped_products() -> None:
