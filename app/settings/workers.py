@@ -59,8 +59,10 @@ class TrainerSettings(Section):
         "auto",
         description="run each Op in its own pass, so that its bits do not depend on other Ops; auto: true on a CPU",
     )
-    merged_tokens: int = Field(
-        8192, ge=1, description="most tokens that Ops of other models may add to a pass, unless exact"
+    merged_tokens: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="most tokens that Ops of other models may add to a pass, unless exact; auto: a micro-batch's, or "
+        "8192 if that has fewer",
     )
     merge_wait_s: float = Field(
         0.01,

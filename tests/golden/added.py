@@ -34,11 +34,14 @@ CHANGED: dict[str, dict[str, Any]] = {
         **{f"base_models.{section}.max_batch": _CHOSEN for section in ("sampler", "full_sampler")},
         # It was 1024, which keeps no GPU busy.
         **{f"base_models.{section}.micro_batch_tokens": _NUMBER_OR_AUTO for section in ("trainer", "full")},
+        # It was 8192, which filled no micro-batch of a narrow model on a GPU.
+        **{f"base_models.{section}.merged_tokens": _NUMBER_OR_AUTO for section in ("trainer", "full")},
     },
     "setting values": {
         "base_models[0].max_rank": 128,
         **{f"base_models[0].{section}.activation_checkpointing": "auto" for section in ("trainer", "full")},
         **{f"base_models[0].{section}.micro_batch_tokens": "auto" for section in ("trainer", "full")},
+        **{f"base_models[0].{section}.merged_tokens": "auto" for section in ("trainer", "full")},
         **{f"base_models[0].{section}.max_batch": 0 for section in ("sampler", "full_sampler")},
     },
     # A checkpoint's answer also has its base model; a served model's has what adapters cover, and who refuses it.

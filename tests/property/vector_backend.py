@@ -133,7 +133,7 @@ class VectorBackend:
         self.states.clear()
 
     def describe(self) -> Mapping[str, Any]:
-        return {"models": len(self.states), "devices": ["cpu"]}
+        return {"models": len(self.states), "devices": ["cpu"], "micro_batch_tokens": 1024}
 
     def _one(self, model_id: str, op: BackendOp, rounding: float) -> Output | OpError:
         if isinstance(op, Create):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -288,16 +288,16 @@ def _scheduler(
     parts: Parts, serving: Serving[TrainingBackend], owner: Owner, run_ahead: RunAhead, scan_share: float
 ) -> Scheduler:
     trainer, backlog_scan = serving.base.trainer, BacklogScan(parts.oplog, serving.queue, scan_share)
-    merged_tokens = _merged_tokens(trainer, serving.backend.describe()["devices"])
-    fair_queue = FairQueue(_weights(parts))
+    merged_tokens, fair_queue = _merged_tokens(trainer, serving.backend.describe()), FairQueue(_weights(parts))
     return Scheduler(parts.oplog, owner, run_ahead, fair_queue, backlog_scan, merged_tokens, trainer.merge_wait_s)
 
 
-def _merged_tokens(trainer: TrainerSettings, devices: Sequence[str]) -> int:
+def _merged_tokens(trainer: TrainerSettings, facts: Mapping[str, Any]) -> int:
     """Returns the most tokens that other Ops may add to a pass; 0 for an exact trainer. A GPU promises no bits, and
     small passes leave most of it idle."""
-    exact = set(devices) == {"cpu"} if trainer.exact == "auto" else trainer.exact
-    return 0 if exact else trainer.merged_tokens
+    exact = set(facts["devices"]) == {"cpu"} if trainer.exact == "auto" else trainer.exact
+    most = max(8192, facts["micro_batch_tokens"]) if trainer.merged_tokens == "auto" else trainer.merged_tokens
+    return 0 if exact else most
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ class TrainingBackend(Protocol):
     def describe(self) -> Mapping[str, Any]:
         """Returns the running configuration as JSON.
 
-        It names trainer class, ZeRO stage (read from the engine), ranks, dtype, devices and models.
+        It names trainer class, ZeRO stage (read from the engine), ranks, dtype, devices, a micro-batch's tokens and
+        models.
         """
         ...
