@@ -337,11 +337,16 @@ class Pass:
         return moved(torch.from_numpy(array), self._device)
 
     def _keep_in_step(self) -> None:
-        """Runs a pass over one token and drops the result, so that this rank joins the others' collectives."""
+        """Runs a pass over one token and drops the result, so that this rank joins the others' collectives.
+
+        It is a token of the batch: the embedding of a padding token may be zero, and its norm then has no gradient.
+        """
+        first = self._batches[0].shares[0]
+        token = self._jobs[first.op].tokens.flat(first.datums[:1])[:1]
         with torch.set_grad_enabled(self._backward):
             reader = self._engine.base.images
             hidden = self._engine.hidden_states(
-                self._moved(np.zeros(1, np.int64)),
+                self._moved(token.astype(np.int64)),
                 [1],
                 [(None, 1)],
                 hidden=self._critics,

@@ -1,8 +1,10 @@
-"""Logprobs and gradients of an LM head against log_softmax on complete fp64 logits."""
+"""Logprobs and gradients of an LM head against log_softmax on complete fp64 logits; ranks without a micro-batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -10,10 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from app.domain.ops import LoraSpec
+from app.domain.ops import ForwardBackward, LoraSpec
+from tests.parity.datums import batch, supervised
 from workers.backends.training import lm_head, passes
+from workers.backends.training.batch_ops import Job
 from workers.backends.training.lm_head import ChunkSizes, LmHead, LogitRule, Scored
-from workers.backends.training.passes import PolicyOutputs
+from workers.backends.training.passes import Pass, PolicyOutputs
+from workers.backends.training.sequence_parallel import ALONE
 from workers.models.lora import Adapter, LoraPair
 
 ROWS, WIDTH, VOCAB = 23, 8, 50
@@ -215,3 +220,34 @@ def test_an_entropy_without_choice_is_zero() -> None:
     found = PolicyOutputs(LmHead(None, "lm_head", LogitRule()), certain, targets, [], keep=False, entropy=True).entropy
     assert found is not None
     assert found.flatten().tolist() == [0.0, 0.0]
+
+
+class SecondRank:
+    """The engine of the second of two ranks; `seen` holds the tokens that it runs."""
+
+    packed, in_step, sequence = True, True, ALONE
+    base = SimpleNamespace(device=torch.device("cpu"), images=None)
+    ranks = SimpleNamespace(rank=1, size=2, sum_=lambda tensors: None)
+
+    def __init__(self) -> None:
+        self.hidden_states, self.seen = self, list[list[int]]()
+
+    def __call__(self, tokens: Tensor, *_: object, **__: object) -> Tensor:
+        self.seen.append(tokens.tolist())
+        return torch.zeros(len(tokens), WIDTH)
+
+    def head(self) -> Any:
+        return nullcontext()
+
+    def rest(self) -> None:
+        pass
+
+
+def test_a_rank_without_a_micro_batch_runs_a_token_of_the_batch_and_no_padding() -> None:
+    engine: Any = SecondRank()
+    datums = supervised(0, (5, 9))
+    op = ForwardBackward(batch(datums), "cross_entropy", {}, forward_only=True)
+    job = Job.of(op, Mock(adapter=None), torch.device("cpu"))
+    Pass(engine, [job], 64).run(lambda: None)
+    assert engine.seen in [[[int(datum["tokens"][0])]] for datum in datums]
+    assert engine.seen != [[0]]
