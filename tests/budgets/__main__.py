@@ -49,10 +49,11 @@ class Case:
             trainer.apply(ops)
         return counts
 
-    def step_counts(self, folder: Path, layers: int) -> Counts:
-        """Counts of all tenants' optimizer steps, which clip. Their learning rates are two."""
+    def step_counts(self, folder: Path, layers: int, passes: int) -> Counts:
+        """Counts of all tenants' optimizer steps after so many passes. The steps clip, with two learning rates."""
         trainer = self._trainer(folder, layers)
-        trainer.apply({f"m{tenant}": _operation(own) for tenant, own in enumerate(self._shares())})
+        for _ in range(passes):
+            trainer.apply({f"m{tenant}": _operation(own) for tenant, own in enumerate(self._shares())})
         with counted() as counts:
             trainer.apply({f"m{tenant}": _step(1e-3 * (1 + tenant % 2)) for tenant in range(self.tenants)})
         return counts
@@ -97,6 +98,11 @@ CASES = {
     "16 uneven tenants, experts": Case(16, _UNEVEN, "qwen3-moe"),
     "1 tenant, 16 uneven datums, sinks": Case(1, _UNEVEN, "gpt-oss"),
 }
+STEPS = {
+    "1 tenant": (CASES["1 tenant"], 1),
+    "16 uneven tenants": (CASES["16 uneven tenants"], 1),
+    "16 uneven tenants, 2 passes": (CASES["16 uneven tenants"], 2),
+}
 FUSED = {"1 tenant": Case(1, _UNEVEN, fused=True), "16 uneven tenants": Case(16, _UNEVEN, fused=True)}
 
 
@@ -133,9 +139,10 @@ def _measured(case: Case, folder: Path) -> dict[str, Any]:
     return {"layer": layer, "attention": calls, "rest": rest, "waits": one.waits.total(), "kept": kept}
 
 
-def _measured_steps(case: Case, folder: Path) -> dict[str, Any]:
-    counts = case.step_counts(folder, 2)
-    return {"kernels": counts.kernels.total(), "waits": counts.waits.total()}
+def _measured_steps(case: Case, folder: Path, passes: int) -> dict[str, Any]:
+    counts = case.step_counts(folder, 2, passes)
+    norms = sum(count for name, count in counts.kernels.items() if name.startswith("aten._foreach_norm"))
+    return {"kernels": counts.kernels.total(), "norms": norms, "waits": counts.waits.total()}
 
 
 def _layer_kernels(case: Case, folder: Path) -> int:
@@ -171,7 +178,7 @@ if __name__ == "__main__":
         errors = {str(window): _attention_error(window) for window in (None, 3, 8)}
         errors |= {f"{window}, sinks": _attention_error(window, sinks=True) for window in (None, 3, 8)}
         errors["a call for each length"] = _attention_error(None, own_call=1)
-        steps = {name: _measured_steps(CASES[name], Path(made)) for name in ("1 tenant", "16 uneven tenants")}
+        steps = {name: _measured_steps(case, Path(made), passes) for name, (case, passes) in STEPS.items()}
         captures = [CASES["1 tenant"].capture_waits(Path(made), layers) for layers in (1, 2)]
         found = {"counts": counts, "steps": steps, "captures": captures, "fused layers": fused_layers}
         print(json.dumps(found | {"attention errors": errors}))

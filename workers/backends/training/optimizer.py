@@ -87,11 +87,12 @@ class ShardedAdamW:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step to take. `gradients`, by name, may be scaled in place."""
+    """A step to take. `gradients`, by name, may be scaled in place. `norm`: their L2 norm, if every rank knows it."""
 
     optimizer: ShardedAdamW
     gradients: Mapping[str, Tensor]
     params: AdamParams
+    norm: Tensor | None = None
 
     def mine(self) -> list[Tensor]:
         """Returns the gradients of the parameters that this rank owns."""
@@ -101,10 +102,12 @@ class Step:
 def step_all(steps: Sequence[Step]) -> list[float | UserOpError]:
     """Takes the steps of several models, each with the bits of its step alone. A collective.
 
-    Kernels take the tensors of all models that have the same settings, and the host waits once. Returns the L2 norm of
-    each model's gradients before clipping. Where it is not finite, returns a UserOpError, and that model is unchanged.
+    Kernels take the tensors of all models that have the same settings, and the host waits once for all norms that are
+    not known. Returns the L2 norm of each model's gradients before clipping. Where it is not finite, returns a
+    UserOpError, and that model is unchanged.
     """
-    norms = total_norms([(step.optimizer.shards, step.gradients) for step in steps])
+    unknown = iter(total_norms([(step.optimizer.shards, step.gradients) for step in steps if step.norm is None]))
+    norms = [next(unknown) if step.norm is None else step.norm for step in steps]
     finite = [(step, norm) for step, norm in zip(steps, norms, strict=True) if norm.isfinite()]
     _clip(finite)
     same_settings: defaultdict[AdamParams, list[Step]] = defaultdict(list)

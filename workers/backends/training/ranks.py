@@ -285,6 +285,7 @@ class Shards:
             yield owner, bundle
 
 
+@torch.no_grad()
 def total_norms(parts: Sequence[tuple[Shards, Mapping[str, Tensor]]]) -> list[Tensor]:
     """Returns the L2 norm of all tensors of each part together, fp32 on the CPU.
 

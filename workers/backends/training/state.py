@@ -76,8 +76,8 @@ class ModelState(Protocol):
         """Returns the found gradient that this rank holds, fp32 by name."""
         ...
 
-    def keep(self) -> None:
-        """Adds the found gradient, which is finite, to the pending gradient."""
+    def keep(self, norm: Tensor) -> None:
+        """Adds the found gradient to the pending gradient. `norm`: its L2 norm, which is finite."""
         ...
 
     def drop_found(self) -> None:
@@ -214,6 +214,7 @@ class AdapterState:
     """A ModelState of one LoRA adapter. A pass leaves its gradient in the parameters' `.grad`.
 
     `pending`: fp32 sums of the gradients since the last step, by the names of `adapter.tensors`; None for zero.
+    `pending_norm`: its L2 norm, if it is known.
     """
 
     engine: Engine
@@ -222,6 +223,7 @@ class AdapterState:
     optimizer: ShardedAdamW
     base_path: str
     pending: dict[str, Tensor] | None = None
+    pending_norm: Tensor | None = None
 
     @property
     def critic(self) -> bool:
@@ -253,31 +255,34 @@ class AdapterState:
             found[name] = parameter.grad
         return found
 
-    def keep(self) -> None:
+    def keep(self, norm: Tensor) -> None:
         found = self.found_gradients()
         if self.pending is None:
-            self.pending = found
+            self.pending, self.pending_norm = found, norm
         else:
             torch._foreach_add_([*self.pending.values()], [*found.values()])
+            self.pending_norm = None
 
     def drop_found(self) -> None:
         self.adapter.drop_gradients()
 
     def drop_pending(self) -> None:
-        self.pending = None
+        self.pending = self.pending_norm = None
 
     def pending_gradients(self) -> dict[str, Tensor]:
         return self.pending or {}
 
     def restore_pending(self, stored: Mapping[str, Tensor]) -> None:
         self.pending = shaped_as(stored, self.adapter.tensors, self.engine.base.device)
+        self.pending_norm = None
 
-    def weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.adapter.tensors.items()}
+    def weights(self) -> Mapping[str, Tensor]:
+        return self.adapter.tensors
 
     def begin_step(self, params: AdamParams) -> Step:
         gradients = self.pending or {name: torch.zeros_like(weight) for name, weight in self.weights().items()}
-        return Step(self.optimizer, gradients, params)
+        norm, self.pending_norm = self.pending_norm, None  # a step may scale the gradients, and then fail
+        return Step(self.optimizer, gradients, params, norm)
 
     def end_step(self) -> None:
         self.pending = None

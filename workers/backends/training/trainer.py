@@ -208,8 +208,8 @@ class Trainer(ABC):
         return results
 
     def _step_together(self, params: Mapping[str, AdamParams]) -> Results:
-        """Steps models, each to the bits of its step alone. The host waits for the norms of their gradients, which may
-        refuse a step, and for those of their weights."""
+        """Steps models, each to the bits of its step alone. The host waits for the norms of their weights. Before, it
+        waits for those of gradients that are sums of several passes, which may refuse a step."""
         self._residency.bring(self._states, params)
         states = {model_id: self._states[model_id] for model_id in params}
         found = step_all([state.begin_step(params[model_id]) for model_id, state in states.items()])
@@ -275,7 +275,7 @@ class Trainer(ABC):
             norms = total_norms([(state.shards, state.found_gradients()) for state in kept.values()])
             for (model_id, state), norm in zip(kept.items(), norms, strict=True):
                 if norm.isfinite():
-                    state.keep()
+                    state.keep(norm)
                 else:
                     errors[model_id] = UserOpError(_ENDLESS)
             return {model_id: errors[model_id] or job.output() for model_id, job in jobs.items()}

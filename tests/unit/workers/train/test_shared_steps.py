@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from app.domain.ops import OptimStep
 from tests.unit.workers.conftest import HOUR_S, PROBE, Worker, World, step
@@ -134,8 +135,8 @@ def test_a_step_without_all_of_its_gradients_is_refused_beside_others(world: Wor
 
 def test_a_step_that_fails_beside_others_drops_its_gradients(world: World, merging: Worker):
     recorder = trained(world, merging)
-    for pending in merging.backend._states[B].pending_gradients().values():
-        pending.fill_(1e30)
+    one = merging.backend._states[B]
+    one.restore_pending({name: torch.full_like(pending, 1e30) for name, pending in one.pending_gradients().items()})
     admit_steps(world, 2)
     for model_id, failed in ((A, False), (B, True), (C, False)):
         result = handle(merging, model_id, 2, "optim_step")

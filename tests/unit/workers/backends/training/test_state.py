@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec, OptimStep
+from app.errors import OpError
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
 from tests.parity.datums import batch, supervised, valued
 from tests.parity.training import state
 from workers.backends.training import backends
 from workers.backends.training.base import Create
+from workers.backends.training.ranks import total_norms
 from workers.backends.training.state import Residency
 from workers.backends.training.trainer import Trainer
 
@@ -96,10 +100,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen3(tmp_path_factory.mktemp("base"))
 
 
-def opened(base: Path, most: int) -> Trainer:
+def opened(base: Path, most: int, *, full: bool = False) -> Trainer:
     torch.set_num_threads(1)
     trainer = {"backend": "torch", "micro_batch_tokens": 64, "device_models": most}
-    backend = backends.create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer))
+    settings = BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer)
+    backend = backends.create(settings, full=full)
     backend.open()
     return backend
 
@@ -127,6 +132,39 @@ def test_models_that_come_and_go_train_to_the_same_bits(base: Path, tmp_path: Pa
 
 
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("before", [[0], [0, 1], [0, None, 1], [0, 1, None, 2], [0, None], [0, "step", 1, 2], []])
+def test_the_norm_of_a_step_is_that_of_its_gradient_to_the_bit(
+    base: Path, full: bool, before: list[int | str | None]
+) -> None:
+    """After passes over these batches; None drops the gradient. A step knows the norm only after one pass."""
+    backend = opened(base, 0, full=full)
+    backend.apply({"a": Create(None if full else LoraSpec(rank=2))})
+    one: Any = backend._states["a"]
+    for seed in before:
+        op = STEP if seed == "step" else DropGradients() if seed is None else work("a", int(seed))
+        assert not isinstance(backend.apply({"a": op})["a"], OpError)
+    gradient = one.pending_gradients() or {name: torch.zeros(1) for name in one.shards.owners}
+    (wanted,) = total_norms([(one.shards, gradient)])
+    result: Any = backend.apply({"a": STEP})["a"]
+    assert result.metrics["grad_norm"] == float(wanted)
+
+
+def test_a_step_that_failed_and_runs_again_takes_the_norm_of_the_gradient_that_is_left(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first try has scaled the gradient."""
+    backend = opened(base, 0)
+    backend.apply({"a": Create(LoraSpec(rank=2))})
+    backend.apply({"a": work("a", 0)})
+    clipped = OptimStep(replace(STEP.params, grad_clip_norm=1e-3))
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(torch, "_fused_adamw_", Mock(side_effect=MemoryError))
+        backend.apply({"a": clipped})
+    result: Any = backend.apply({"a": clipped})["a"]
+    assert result.metrics["grad_norm"] == pytest.approx(1e-3, rel=1e-2)
 
 
 def work(model: str, seed: int) -> ForwardBackward:
