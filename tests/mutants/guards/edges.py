@@ -99,9 +99,16 @@ MUTANTS = (
     Mutant(
         "pauses: a stopped sample stays paused",
         f"{_LUA}/samples.lua",
-        "if redis.call('HGET', op, 'ring') ~= 'paused' then",
-        "if true then",
+        "if ring ~= 'paused' and ring",
+        "if ring",
         f"{_PAUSES}::test_a_running_sample_is_reported_lost_and_goes_back_without_an_attempt",
+    ),
+    Mutant(
+        "pauses: a sample that is put off while it is throttled stays so",
+        f"{_LUA}/samples.lua",
+        " and ring ~= 'held' then",
+        " then",
+        f"{_PAUSES}::test_a_throttled_sample_that_is_put_off_keeps_its_place_and_is_dispatched",
     ),
     Mutant(
         "pauses: a sample that ends is paused no more",

@@ -188,8 +188,9 @@ return {attempts, doubtful, now_ms() - found[1], found[2], content}
 -- script: put_off_sample flags=allow-oom
 -- needs: count_usage, leave, leave_project, place, refund
 -- Requeue a sampling request that a live worker cannot run now. It costs no attempt. If that worker held its lease, any
--- worker may take it. For a request that was cancelled while the worker ran it, its usage is counted, and the unused
--- tokens are refunded. ARGV: request id, worker, JSON of its usage. Returns 0.
+-- worker may take it; one that is throttled or paused stays so, and keeps its place. For a request that was cancelled
+-- while the worker ran it, its usage is counted, and the unused tokens are refunded. ARGV: request id, worker, JSON of its
+-- usage. Returns 0.
 
 -- Settle a cancelled request, once, when the worker that ran it reports its usage.
 local function settle_stopped(request, worker, usage)
@@ -206,9 +207,9 @@ local op, lease = 'tinsmith:op:' .. ARGV[1], 'tinsmith:lease:' .. ARGV[1]
 settle_stopped(ARGV[1], ARGV[2], ARGV[3])
 leave(op, ARGV[2])
 if redis.call('GET', lease) == ARGV[2] then
-  local queue = redis.call('HGET', 'tinsmith:pending_queue', ARGV[1])
-  if redis.call('HGET', op, 'ring') ~= 'paused' then
-    place(ARGV[1], queue, '')
+  local queue, ring = redis.call('HGET', 'tinsmith:pending_queue', ARGV[1]), redis.call('HGET', op, 'ring')
+  place(ARGV[1], queue, '')
+  if ring ~= 'paused' and ring ~= 'held' then
     leave_project(ARGV[1], queue)  -- what cannot run keeps nothing from being rung for
     redis.call('HSET', op, 'ring', 'off')
   end

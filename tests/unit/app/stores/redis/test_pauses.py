@@ -135,6 +135,30 @@ def test_a_running_sample_is_reported_lost_and_goes_back_without_an_attempt(samp
     assert entry is not None and entry.attempts == 0
 
 
+@pytest.mark.parametrize("begins", ["before the pause", "after the return"])
+def test_a_throttled_sample_that_is_put_off_keeps_its_place_and_is_dispatched(samples, lifecycle, client, begins):
+    """Its message was still in a queue when its client fell silent and came back, so a sampler runs it throttled."""
+    requests = [admit(samples, "dead", seq) for seq in range(5 * BATCH)]
+    if begins == "before the pause":
+        assert samples.claim_sample(requests[0], "a/1")
+    fall_silent(client, "dead")
+    lifecycle.pause_samples()
+    lifecycle.heartbeat("dead")
+    lifecycle.resume_samples()
+    if begins == "after the return":
+        assert samples.claim_sample(requests[0], "a/1")
+    samples.put_off_sample(requests[0], "a/1")
+    assert all(row.throttled and row.waited_s >= 0 for row in samples.pending())
+    assert not client.exists(keys.placed(QUEUE)), "it counts at no sampler"
+    dispatched = list[str]()
+    while due := released(samples):
+        dispatched += due
+        for request in due:
+            samples.finish_sample(request, OK)
+    assert (dispatched[0], set(dispatched)) == (requests[0], set(requests))
+    assert client.hget(keys.PREFIX + "rung_rows", QUEUE) == b"0"
+
+
 @pytest.mark.parametrize("how", ["session", "cancelled", "finished"])
 def test_paused_samples_end_once_and_leave_nothing_behind(samples, lifecycle, client, how: str):
     request = admit(samples, "dead", 0)
