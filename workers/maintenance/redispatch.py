@@ -79,7 +79,7 @@ class Redispatcher:
             patience = min(patience, _AWAITED_S)
         last = self._last.get(pending.id)
         if last is None or (last.seq, last.running) != (pending.seq, pending.running):
-            if pending.waited_s < patience:
+            if abs(pending.waited_s) < patience:  # far below 0 after the server's clock was set back
                 return
         elif now - last.at < last.patience:
             return

@@ -38,6 +38,13 @@ MUTANTS = (
         "",
         f"{_SESSIONS}::test_time_without_an_api_is_no_silence_of_a_client",
     ),
+    Mutant(
+        "redispatch: a clock that was set back",
+        "workers/maintenance/redispatch.py",
+        "abs(pending.waited_s)",
+        "pending.waited_s",
+        f"{_REDISPATCH}::test_a_clock_that_was_set_back_delays_no_dispatch",
+    ),
     # API processes of an earlier version.
     Mutant(
         "take_calls: an earlier version beside this one",
