@@ -226,7 +226,7 @@ ADDED: dict[str, set[str]] = {
         *("tinsmith:checkpoints_of:", "tinsmith:calls_taken"),
         *("tinsmith:models_of:", "tinsmith:model_owners"),
         *("tinsmith:sessions_of:", "tinsmith:session_owners", "tinsmith:sessions_live:"),
-        *("tinsmith:samplers_used", "tinsmith:earlier_api"),
+        *("tinsmith:samplers_used", "tinsmith:ended_samplers:", "tinsmith:earlier_api"),
         *("tinsmith:progress:", "tinsmith:recorded:", "tinsmith:month:", "tinsmith:revoked"),
     },
     # Keys that ecb7b39 writes only to note that it made lists which it finds made.

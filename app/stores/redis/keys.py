@@ -76,6 +76,8 @@
     sampled:<sampler>   SET   its unfinished sampling requests
     samplers_used       ZSET  sampler -> ms when it last got a request or a client; older entries are removed
     ephemeral_bytes     HASH  payer -> the bytes of its adapters of saves without a path
+    ended_samplers:<sampler>  HASH  a copy of the record of a sampler that has ended: requests that still run count
+                              their usage by it; expires
     samplers_asked      SET   the samplers that have unfinished requests
     completed:<target>  ZSET  finished sampling request with an unread result -> its number among all finished ones;
                               a target is "<sampler>/<clone>" (app/ids.py)

@@ -117,7 +117,7 @@ class RedisLifecycle:
     def end_sampler(self, sampler_id: str, *, retired: bool = True) -> bool:
         """Removes a sampler's record. Returns False, without a change, when there is none; with `retired` also when its
         session is not retired any more."""
-        return bool(self._run("end_sampler", sampler_id, self._retain_ms if retired else ""))
+        return bool(self._run("end_sampler", sampler_id, self._retain_ms if retired else "", self._unread_s))
 
     def adapters(self, model_id: str) -> dict[str, str]:
         """The adapters of the run's saves without a path: their prefixes by sampling session."""

@@ -191,9 +191,23 @@ MUTANTS = (
     Mutant(
         "settle_stopped: a stopped sample counts what it drew",
         f"{_LUA}/samples.lua",
-        "    count_usage('tinsmith:samplers:' .. request:match('^(.*):%d+$'), charged.run, usage)\n  end\n",
+        "    count_sampled(request, charged.run, usage)\n  end\n",
         "  end\n",
         f"{_LIMITS}::test_a_sample_that_is_called_off_while_it_runs_counts_what_it_drew_once",
+    ),
+    Mutant(
+        "count_sampled: a sample whose sampler has ended",
+        f"{_LUA}/samples.lua",
+        "  if redis.call('EXISTS', record) == 0 then record = 'tinsmith:ended_samplers:' .. sampler end\n",
+        "",
+        f"{_LIMITS}::test_a_sample_that_runs_while_its_run_is_deleted_counts_what_it_drew_once",
+    ),
+    Mutant(
+        "end_sampler: the copy of the record expires",
+        f"{_LUA}/lifecycle.lua",
+        "redis.call('EXPIRE', copy, ARGV[3])\n",
+        "",
+        f"{_LIMITS}::test_a_sample_that_runs_while_its_run_is_deleted_counts_what_it_drew_once",
     ),
     Mutant(
         "settle_stopped: once",

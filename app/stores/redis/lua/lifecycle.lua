@@ -304,7 +304,8 @@ return found
 -- script: end_sampler flags=allow-oom
 -- needs: home, is_retired
 -- Remove a sampler's record, and the affinity of its adapter unless the adapter is a checkpoint with a path, which other
--- samplers may use. ARGV: sampler id, ms since which its session must have ended (or '' to end it in any case).
+-- samplers may use. A copy of the record stays for a time, because requests that still run count their usage by it.
+-- ARGV: sampler id, ms since which its session must have ended (or '' to end it in any case), seconds to keep the copy.
 -- Returns 1, or 0 when the sampler does not exist, or when its session is open again.
 local key = 'tinsmith:samplers:' .. ARGV[1]
 local found = redis.call('HMGET', key, 'session_id', 'prefix', 'model_path')
@@ -312,7 +313,9 @@ if not found[1] or ARGV[2] ~= '' and not is_retired(found[1], ARGV[2]) then retu
 if cjson.decode(found[3] or '""') == '' then
   redis.call('DEL', home_of(ARGV[1] .. ':0', cjson.decode(found[2] or '""')))
 end
-redis.call('DEL', key)
+local copy = 'tinsmith:ended_samplers:' .. ARGV[1]
+redis.call('RENAME', key, copy)
+redis.call('EXPIRE', copy, ARGV[3])
 redis.call('ZREM', 'tinsmith:index:samplers', ARGV[1])
 redis.call('ZREM', 'tinsmith:samplers_used', ARGV[1])
 return 1

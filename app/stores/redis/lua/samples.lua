@@ -18,6 +18,16 @@ local function note_completion(sampler, seq, request, keep_s)
   redis.call('EXPIRE', key, keep_s)
 end
 
+-- part: count_sampled
+-- needs: count_usage
+-- Count the usage of a sampling request as `count_usage` does, also after its sampler has ended.
+local function count_sampled(request, run, usage)
+  local sampler = request:match('^(.*):%d+$')
+  local record = 'tinsmith:samplers:' .. sampler
+  if redis.call('EXISTS', record) == 0 then record = 'tinsmith:ended_samplers:' .. sampler end
+  count_usage(record, run, usage)
+end
+
 -- part: close_sample
 -- needs: count_samples, drop_payload, leave_project, note_completion, place, result
 -- Stop counting a sampling request in its queue, at its node and for its sampler; call before op:<request> is deleted.
@@ -186,7 +196,7 @@ if not home or (home == before and node ~= before) then redis.call('SET', key, n
 return {attempts, doubtful, now_ms() - found[1], found[2], content}
 
 -- script: put_off_sample flags=allow-oom
--- needs: count_usage, leave, leave_project, place, refund
+-- needs: count_sampled, leave, leave_project, place, refund
 -- Requeue a sampling request that a live worker cannot run now. It costs no attempt. If that worker held its lease, any
 -- worker may take it; one that is throttled or paused stays so, and keeps its place. For a request that was cancelled
 -- while the worker ran it, its usage is counted, and the unused tokens are refunded. ARGV: request id, worker, JSON of its
@@ -199,7 +209,7 @@ local function settle_stopped(request, worker, usage)
   if charged.runner == worker then
     redis.call('DEL', key)
     give_back(charged, usage)
-    count_usage('tinsmith:samplers:' .. request:match('^(.*):%d+$'), charged.run, usage)
+    count_sampled(request, charged.run, usage)
   end
 end
 
@@ -218,7 +228,7 @@ end
 return 0
 
 -- script: finish_sample flags=allow-oom
--- needs: close_sample, count_usage, refund, result, routed
+-- needs: close_sample, count_sampled, refund, result, routed
 -- Store a sampling request's result; the first result stays, and its usage is counted. With routes, their files become
 -- the request's, and their bytes count. ARGV: request id, state, type, body, or '' with the key that holds it (or ''), its
 -- size, seconds to keep, JSON of its usage, and with routes: day and attempt as in the files' names, bytes, seconds to
@@ -237,9 +247,7 @@ if day then
   count_routes(day, charged.payers, bytes)
 end
 give_back(charged, usage)
-if result.state == 'done' then
-  count_usage('tinsmith:samplers:' .. request:match('^(.*):%d+$'), charged.run, usage)
-end
+if result.state == 'done' then count_sampled(request, charged.run, usage) end
 return 1
 
 -- script: cancel_sample flags=allow-oom

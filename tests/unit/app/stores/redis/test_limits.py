@@ -127,6 +127,26 @@ def test_a_sample_that_is_called_off_while_it_runs_counts_what_it_drew_once(clie
     assert month == {(kind, "base"): amount for kind, amount in (drawn | {"device": 40}).items()}
 
 
+@pytest.mark.parametrize("ends", ["cancelled just before", "called off then", "with a result"])
+def test_a_sample_that_runs_while_its_run_is_deleted_counts_what_it_drew_once(client, oplog, ends):
+    """The sampler's record is deleted with the run, before the sampler reports."""
+    request, drawn = f"{SAMPLER}:0", {"sampling_prefill": 30, "sampling_sample": 20}
+    lifecycle = RedisLifecycle(client, SETTINGS)
+    client.hset(keys.record("samplers", SAMPLER), "prefix", '"models/session:train:0/x"')
+    oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"ask", "d", 1000)
+    lifecycle.move(SESSION, "other")
+    assert oplog.claim_sample(request, "sampler/1")
+    assert ends != "cancelled just before" or oplog.cancel_sample(request)
+    assert lifecycle.end_sampler(SAMPLER, retired=False)
+    assert ends != "called off then" or lifecycle.abort_samples() == 1
+    for _ in range(2):
+        oplog.finish_sample(request, Result(b"{}"), drawn)
+        oplog.put_off_sample(request, "sampler/1", drawn)
+    assert used(client, "other") == {f"{kind} session base": amount for kind, amount in drawn.items()}
+    assert used_by_runs(client, "other")["sampling_sample session:train:0 base"] == 20
+    assert client.ttl(f"{keys.PREFIX}ended_samplers:{SAMPLER}") > 0, "the copy of its record expires"
+
+
 def test_a_sample_that_is_put_back_counts_only_the_attempt_that_ends_it(client, oplog):
     request = f"{SAMPLER}:0"
     oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"ask", "d", 1000)
