@@ -34,7 +34,7 @@ def _passwords(url: str) -> list[str]:
 
 
 def _overwrite(secret: bytes) -> None:
-    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ARGUMENTS])
+    start, end = map(int, Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[_ARGUMENTS])
     text = ctypes.string_at(start, end - start)
     found = text.find(secret)
     while found >= 0:

@@ -185,7 +185,7 @@ def _kin() -> dict[int, tuple[int, int]]:
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             with suppress(OSError):  # the process has just ended
-                # The command name before the last ')' may hold any character.
-                _, parent, group, *_ = (process / "stat").read_text().rpartition(")")[2].split()
+                # The command's name before the last ')' may hold any bytes, also those of a character that was cut.
+                _, parent, group, *_ = (process / "stat").read_bytes().rpartition(b")")[2].split()
                 found[int(process.name)] = int(parent), int(group)
     return found

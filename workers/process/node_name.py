@@ -75,7 +75,7 @@ def _runs(holder: Mapping[str, Any]) -> bool:
 def _born(pid: int) -> str:
     """The start of a process in ticks since the machine's boot; "" for one that has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return ""
-    return "" if fields[0] in "ZX" else fields[19]
+    return "" if fields[0] in b"ZX" else fields[19].decode()

@@ -51,7 +51,7 @@ def _segments() -> Iterator[tuple[str, int]]:
 def _mapped(pid: int) -> Iterator[int]:
     """Inodes of the files in shared memory that a process has mapped; none for a process that has ended."""
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
             *_, inode, path = [*line.split(maxsplit=5), ""][:6]
             if path.startswith(f"{_FOLDER}/"):
                 yield int(inode)

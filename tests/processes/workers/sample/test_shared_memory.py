@@ -74,6 +74,14 @@ def noted_and_killed(tmp_path: Path) -> tuple[Path, str]:
     return file, name
 
 
+def test_a_file_with_a_name_in_another_encoding_does_not_hide_the_segments(own: str, tmp_path: Path):
+    path = tmp_path / os.fsdecode(b"mod\xe8le")
+    path.write_bytes(b"weights")
+    with path.open("rb") as file, mmap(file.fileno(), 0, prot=PROT_READ):
+        shared_memory.note(tmp_path / "note")
+    assert own in json.loads((tmp_path / "note").read_text())
+
+
 def test_what_processes_that_were_all_killed_left_is_removed_and_nothing_else(own: str, tmp_path: Path):
     before = in_shared_memory()
     file, name = noted_and_killed(tmp_path)

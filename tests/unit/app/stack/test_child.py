@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -50,6 +52,17 @@ def test_a_large_log_is_moved_aside_and_its_process_goes_on_writing_to_an_empty_
         assert child.log.read_bytes() == b"later\n", "a small log stays"
     finally:
         child.kill_group()
+
+
+@pytest.mark.parametrize("name", [b"\xff", b") R 1 (\n"])
+def test_a_process_of_any_name_has_its_place_in_the_family(name: bytes) -> None:
+    """The kernel cuts a program's name after 15 bytes, also within a character."""
+    program = f"import ctypes; ctypes.CDLL(None).prctl(15, {name!r}); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"\n"
+        found = stack_child.family(os.getpid())
+        child.communicate(b"\n")
+    assert {os.getpid(), child.pid} <= found
 
 
 def _await_size(log: Path, least: int) -> None:
