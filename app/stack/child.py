@@ -33,6 +33,11 @@ class Command:
     argv: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def serves_base_model(self) -> bool:
+        """True for a worker; the API and the embedded servers serve none."""
+        return "--base" in self.argv
+
 
 class Child:
     """A process that leads its own session. So a terminal's Ctrl-C reaches only the supervisor, and a signal to its

@@ -34,7 +34,7 @@ def urls(commands: Iterable[Command]) -> dict[str, str]:
 
 
 def _lacks_port(command: Command) -> bool:
-    return "--base" in command.argv and METRICS_PORT_VARIABLE not in command.environ
+    return command.serves_base_model and METRICS_PORT_VARIABLE not in command.environ
 
 
 def _with_port(command: Command, last: dict[str, int], used: set[int]) -> Command:

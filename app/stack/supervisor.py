@@ -120,7 +120,7 @@ class Supervisor:
         """Watches and restarts children until the condition holds (True) or a stop is asked for (False).
 
         Raises SetupError with its last line when a child exits with 2, and TinsmithError with the end of its log when a
-        child keeps dying. A child that exits with 3 is not started again.
+        child keeps dying. A worker that exits with 3 is not started again.
         """
         return self._run_until(condition, patient=False)
 
@@ -175,7 +175,7 @@ class Supervisor:
         stack_child.kill_strays([w.child.pid for w in self._all() if w.child.pid])
         if code == SETUP_ERROR_CODE and not patient:
             raise SetupError(f"{_setup_error(child)} (log: {child.log})")
-        if code == UNSERVABLE_CODE:
+        if code == UNSERVABLE_CODE and child.command.serves_base_model:  # gunicorn has another meaning for it
             watched.ended = True
             self._report(f"{_setup_error(child)} (log: {child.log})")
             return

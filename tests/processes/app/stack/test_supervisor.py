@@ -133,13 +133,21 @@ def test_a_child_with_a_setup_error_ends_the_stack_with_what_it_said_in_one_line
 def test_a_child_whose_model_is_unservable_runs_once_and_the_others_go_on(tmp_path):
     runs, deaths = tmp_path / "runs", tmp_path / "deaths"
     refused = NOTE_PID + r"print('worker: no \x1b[1mlinear fits'); sys.exit(3)"
-    programs = ("worker", refused, str(runs)), ("other", NOTE_PID + "sys.exit(1)", str(deaths))
+    programs = ("worker", refused, str(runs), "--base", "a"), ("other", NOTE_PID + "sys.exit(1)", str(deaths))
     with supervised(tmp_path, *programs, ready="yes") as process:
         assert eventually(lambda: len(numbers(deaths)) > 6 and numbers(runs))
         process.send_signal(signal.SIGTERM)
         _, reports = process.communicate(timeout=120)
     assert len(numbers(runs)) == 1
     assert reports.count(r"worker: no \x1b[1mlinear fits (log: ") == 1, "no terminal obeys what is in a log"
+
+
+def test_an_api_whose_processes_cannot_start_is_started_again(tmp_path):
+    """gunicorn, which serves no base model, exits with 3 when a process of it cannot load the application."""
+    starts = tmp_path / "starts"
+    with supervised(tmp_path, ("api", NOTE_PID + "sys.exit(3)", str(starts)), ready="yes") as process:
+        assert eventually(lambda: len(numbers(starts)) > 2)
+        assert stop(process) == 0
 
 
 def test_stopping_ends_children_of_children_even_in_sessions_of_their_own(tmp_path):
