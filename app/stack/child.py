@@ -97,20 +97,25 @@ class Child:
         """Moves the content of a large log to `<log>.1`, in the place of the former content there.
 
         The process goes on writing to the same file, which it opened to append. A line that it writes between the copy
-        and the cut is lost, and so is all content where the disk has no room for the copy.
+        and the cut is lost, and so is all content where the disk has no room for the copy. Does nothing where the log
+        was removed.
         """
-        if self.log.stat().st_size <= _LOG_BYTES:
-            return
-        with suppress(OSError):
-            shutil.copyfile(self.log, self.log.with_name(f"{self.log.name}.1"))
-        os.truncate(self.log, 0)
-        self._log_start = 0
+        with suppress(FileNotFoundError):
+            if self.log.stat().st_size <= _LOG_BYTES:
+                return
+            with suppress(OSError):
+                shutil.copyfile(self.log, self.log.with_name(f"{self.log.name}.1"))
+            os.truncate(self.log, 0)
+            self._log_start = 0
 
     def tail(self, lines: int) -> list[str]:
-        """The last lines of its log since the last start, without blank lines."""
-        with self.log.open("rb") as log:
-            log.seek(self._log_start)
-            text = log.read().decode(errors="replace")
+        """The last lines of its log since the last start, without blank lines; none where the log cannot be read."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(self._log_start)
+                text = log.read().decode(errors="replace")
+        except OSError:
+            return []
         return [line for line in text.splitlines() if line.strip()][-lines:]
 
 

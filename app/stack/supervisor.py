@@ -54,17 +54,18 @@ class _Watched:
 
     def start(self) -> None:
         self._kills_before = self._oom_kills()
-        self.child.start()
         self.started = time.monotonic()
+        self.child.start()
         self.due = None
 
     def death(self, code: int) -> str:
-        """Its end in words, with the cause as far as that can be known."""
+        """Its name and its end in words, with the cause as far as that can be known."""
+        name = self.child.command.name
         if code >= 0:
-            return f"ended with code {code}"
+            return f"{name} ended with code {code}"
         number = -code
         known = number in {one.value for one in signal.Signals}
-        text = f"was ended by signal {number}{f' ({signal.Signals(number).name})' if known else ''}"
+        text = f"{name} was ended by signal {number}{f' ({signal.Signals(number).name})' if known else ''}"
         is_short = number == signal.SIGKILL and self._oom_kills() > self._kills_before
         return f"{text}: the kernel was out of memory" if is_short else text
 
@@ -163,14 +164,20 @@ class Supervisor:
             return
         if watched.due is not None:
             if time.monotonic() >= watched.due:
-                watched.start()
+                self._start_again(watched, patient)
             return
         code = watched.child.exit_code()
         if code is not None:
-            self._plan_restart(watched, code, patient)
+            self._handle_exit(watched, code, patient)
 
-    def _plan_restart(self, watched: _Watched, code: int, patient: bool) -> None:
-        child, now = watched.child, time.monotonic()
+    def _start_again(self, watched: _Watched, patient: bool) -> None:
+        try:
+            watched.start()
+        except OSError as error:  # such as too many processes, or no memory
+            self._plan_restart(watched, f"{watched.child.command.name} cannot be started: {error}", patient)
+
+    def _handle_exit(self, watched: _Watched, code: int, patient: bool) -> None:
+        child = watched.child
         child.kill_group()
         stack_child.kill_strays([w.child.pid for w in self._all() if w.child.pid])
         if code == SETUP_ERROR_CODE and not patient:
@@ -179,12 +186,16 @@ class Supervisor:
             watched.ended = True
             self._report(f"{_setup_error(child)} (log: {child.log})")
             return
+        cause = _setup_error(child) if code == SETUP_ERROR_CODE else watched.death(code)
+        self._plan_restart(watched, cause, patient)
+
+    def _plan_restart(self, watched: _Watched, cause: str, patient: bool) -> None:
+        child, now = watched.child, time.monotonic()
         watched.failures = watched.failures + 1 if now - watched.started < self._policy.window_s else 1
         if watched.failures >= self._policy.tries and not patient:
-            raise TinsmithError(_gave_up(watched, code))
+            raise TinsmithError(_gave_up(watched, cause))
         delay = self._policy.delay_s(watched.failures)
         watched.due = now + delay
-        cause = _setup_error(child) if code == SETUP_ERROR_CODE else f"{child.command.name} {watched.death(code)}"
         self._report(f"{cause}; starting it again in {delay:g} s (log: {child.log})")
 
 
@@ -195,7 +206,7 @@ def _setup_error(child: Child) -> str:
     return (named or lines or [f"{child.command.name} cannot start"])[-1]
 
 
-def _gave_up(watched: _Watched, code: int) -> str:
+def _gave_up(watched: _Watched, cause: str) -> str:
     child = watched.child
-    head = f"{child.command.name} {watched.death(code)}, {watched.failures} times in a row; the end of {child.log}:"
+    head = f"{cause}, {watched.failures} times in a row; the end of {child.log}:"
     return "\n".join([head, *(f"  {line}" for line in child.tail(_TAIL_LINES))])

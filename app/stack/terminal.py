@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+from contextlib import suppress
 from typing import TextIO
 
 _TAB = "\t"
@@ -43,5 +44,6 @@ def show(*lines: str, file: TextIO | None = None) -> None:
 
 
 def warn(text: str) -> None:
-    """Prints text to stderr; the lines of the text stay lines."""
-    show(*text.split("\n"), file=sys.stderr)
+    """Prints text to stderr, if anybody can still read it; the lines of the text stay lines."""
+    with suppress(OSError):  # the terminal has hung up, or the program behind a pipe has ended
+        show(*text.split("\n"), file=sys.stderr)

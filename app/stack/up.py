@@ -157,7 +157,8 @@ def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None], until: 
         if served:
             starting.look(bases.workers())
             _say_base_models(plan.settings, bases, say)
-            show(f"ready {url}")
+            with suppress(OSError):  # nobody reads it any more
+                show(f"ready {url}")
     if served:
         if until is not None:
             _follow_runs(redis_url, say, until)

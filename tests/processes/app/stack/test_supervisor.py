@@ -130,6 +130,27 @@ def test_a_child_with_a_setup_error_ends_the_stack_with_what_it_said_in_one_line
     assert process.returncode == 3
 
 
+LOG_BECOMES_A_FOLDER = NOTE_PID + "os.remove(sys.argv[2]); os.mkdir(sys.argv[2]); sys.exit(1)"
+
+
+def test_a_restart_that_fails_is_tried_again(tmp_path):
+    """The machine may have no room for a process, or the log's folder may be gone for a while."""
+    pids, log = tmp_path / "pids", tmp_path / "worker.log"
+    failed = f"worker cannot be started: [Errno 21] Is a directory: '{log}'; starting it again in 0.02 s (log: {log})\n"
+    with supervised(tmp_path, ("worker", LOG_BECOMES_A_FOLDER, str(pids), str(log)), ready="yes") as process:
+        assert [process.stderr.readline() for _ in range(3)][1:] == [failed, failed]
+        log.rmdir()
+        assert eventually(lambda: len(numbers(pids)) > 1)
+
+
+def test_restarts_that_keep_failing_end_a_stack_that_was_not_ready(tmp_path):
+    pids, log = tmp_path / "pids", tmp_path / "worker.log"
+    with supervised(tmp_path, ("worker", LOG_BECOMES_A_FOLDER, str(pids), str(log))) as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 3
+    assert f"worker cannot be started: [Errno 21] Is a directory: '{log}', 3 times in a row" in output
+
+
 def test_a_child_whose_model_is_unservable_runs_once_and_the_others_go_on(tmp_path):
     runs, deaths = tmp_path / "runs", tmp_path / "deaths"
     refused = NOTE_PID + r"print('worker: no \x1b[1mlinear fits'); sys.exit(3)"

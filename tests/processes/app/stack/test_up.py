@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
 import stat
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -218,6 +220,17 @@ def test_a_quiet_stack_looks_for_no_news(quiet, tmp_path, model, monkeypatch):
         given = {"data_dir": tmp_path / "data", "port": 0, "base_models": (("small", str(model)),), "redis": url}
         assert up.up(Options(**given, quiet=quiet)) == 0
     assert followed == [] if quiet else eventually(lambda: len(followed) == 1)
+
+
+def test_a_stack_goes_on_when_nobody_reads_its_output(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(up, "Supervisor", ServedAtOnce)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True) as unread, start_valkey(tmp_path / "v") as url:
+        monkeypatch.setattr(sys, "stdout", unread)
+        monkeypatch.setattr(sys, "stderr", unread)
+        given = {"data_dir": tmp_path / "data", "port": 0, "base_models": (("small", str(model)),), "redis": url}
+        assert up.up(Options(**given)) == 0
 
 
 def said_of_a_start(data_dir: Path, model: Path, *options: str) -> list[str]:

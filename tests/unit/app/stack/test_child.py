@@ -54,6 +54,17 @@ def test_a_large_log_is_moved_aside_and_its_process_goes_on_writing_to_an_empty_
         child.kill_group()
 
 
+def test_a_log_that_was_removed_ends_nothing(tmp_path: Path) -> None:
+    child = Child(Command("sleeper", (sys.executable, "-c", "import time; time.sleep(600)")), tmp_path / "log")
+    child.start()
+    try:
+        child.log.unlink()
+        child.rotate_log()
+        assert child.tail(1) == []
+    finally:
+        child.kill_group()
+
+
 @pytest.mark.parametrize("name", [b"\xff", b") R 1 (\n"])
 def test_a_process_of_any_name_has_its_place_in_the_family(name: bytes) -> None:
     """The kernel cuts a program's name after 15 bytes, also within a character."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import sys
 
 import pytest
 import redis
@@ -31,6 +34,17 @@ def test_what_a_terminal_would_obey_is_shown_as_an_escape() -> None:
 def test_what_is_just_shown_stays() -> None:
     for text in ("Łódź 茶 🫖 עברית ñ", "C:\\x1b", ""):
         assert terminal.visible(text) == text
+
+
+def test_a_warning_to_a_terminal_that_hung_up_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stack in the background outlives its terminal."""
+    master, terminals_end = os.openpty()
+    os.close(master)
+    with io.TextIOWrapper(io.FileIO(terminals_end, "w"), write_through=True) as hung_up:
+        with pytest.raises(OSError, match="Input/output error"):
+            print("a line", file=hung_up)
+        monkeypatch.setattr(sys, "stderr", hung_up)
+        terminal.warn("a warning")
 
 
 def test_no_cell_begins_another_one() -> None:
