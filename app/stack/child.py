@@ -9,9 +9,10 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -125,6 +126,22 @@ def end_with(parent: int) -> None:
     # The parent may have died before the call above.
     if os.getppid() != parent:
         os._exit(1)
+
+
+@contextmanager
+def stop_signals(*numbers: int) -> Iterator[threading.Event]:
+    """An event that any of these signals sets. SIGHUP that is ignored stays so: `nohup` outlives the terminal."""
+    stopping = threading.Event()
+    before = {number: signal.getsignal(number) for number in numbers}
+    if before.get(signal.SIGHUP) == signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    for number in before:
+        signal.signal(number, lambda *_: stopping.set())
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def adopt_orphans() -> None:

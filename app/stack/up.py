@@ -35,7 +35,7 @@ from app.settings import (
     hash_key,
 )
 from app.stack import checks, config, metrics, placement, valkey
-from app.stack.child import Command
+from app.stack.child import Command, stop_signals
 from app.stack.config import Options
 from app.stack.data_folder import DataFolder, write_private
 from app.stack.run_news import RunNews
@@ -46,6 +46,7 @@ from app.stores.redis.records import RedisRecords
 
 _LOCALHOST = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1"}
 _PROBE_TIMEOUT_S = 2.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KEY_FILE = "api-key"
 _API = "api"
 
@@ -70,14 +71,14 @@ class Plan:
 
 
 def up(options: Options) -> int:
-    """Runs the stack until SIGINT, SIGTERM or SIGHUP, and returns 0 after such a stop.
+    """Runs the stack until SIGINT, SIGTERM or (except under nohup) SIGHUP, and returns 0 after such a stop.
 
     Raises SetupError when something must be changed first, TinsmithError when a process keeps dying.
     """
     settings = config.resolve(options, os.environ)
     checks.listen_port(settings.api)
     say = _teller(options)
-    with _private_files(), closing(DataFolder(settings.data_dir)) as folder, _stop_signals() as stopping:
+    with _private_files(), closing(DataFolder(settings.data_dir)) as folder, stop_signals(*_STOP_SIGNALS) as stopping:
         plan = prepare(settings, options, folder)
         if checks.lacks_vllm(plan.settings):
             warn(NO_VLLM)
@@ -282,20 +283,6 @@ def _private_files() -> Iterator[None]:
         yield
     finally:
         os.umask(before)
-
-
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    stopping = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: stopping.set())
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        yield stopping
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def process_table(settings: Settings, settings_file: Path) -> Iterator[Command]:

@@ -91,7 +91,7 @@ def run(
     """
     orders = list(_orders(hosts, settings, command, devices))
     # Handlers only set an event; the loop below does the rest.
-    with _stop_signals() as stopping, _witness(settings, name) as witness:
+    with child.stop_signals(signal.SIGTERM, signal.SIGINT) as stopping, _witness(settings, name) as witness:
         nodes = [_start(host) for host in hosts]
         for node, order in zip(nodes, orders, strict=True):
             _tell(node, json.dumps({"name": name, "witness": witness, **order}).encode())
@@ -170,17 +170,6 @@ def _witness(settings: Settings, name: str) -> Iterator[dict[str, str]]:
         yield {"path": str(path), "token": token}
     finally:
         path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    stopping = threading.Event()
-    before = {n: signal.signal(n, lambda *_: stopping.set()) for n in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stopping
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def free_port() -> int:

@@ -1,15 +1,44 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from app.stack import child as stack_child
 from app.stack.child import Child, Command
+
+
+@pytest.fixture
+def dispositions() -> Iterator[None]:
+    """Restores what this process does at SIGHUP and SIGINT."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_stop_signal_is_seen_and_its_handler_is_restored(dispositions: None) -> None:
+    """A shell ignores SIGINT for a program in the background, which `kill -INT` stops all the same."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with stack_child.stop_signals(signal.SIGHUP, signal.SIGINT) as stopping:
+        assert not stopping.is_set()
+        signal.raise_signal(signal.SIGINT)
+        assert stopping.is_set()
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_nohup_keeps_a_stack_from_ending_with_its_terminal(dispositions: None) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stack_child.stop_signals(signal.SIGHUP, signal.SIGINT) as stopping:
+        signal.raise_signal(signal.SIGHUP)
+        assert not stopping.is_set()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_a_group_is_killed_once_for_each_start(tmp_path, monkeypatch: pytest.MonkeyPatch):
