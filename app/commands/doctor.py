@@ -167,10 +167,13 @@ def _disk(name: str, folder: Path, settings: Settings, more: str = "") -> Findin
 
 def _port(given: Settings, running: Settings | None) -> Found:
     api = given.api
+    needed: list[Callable[[], object]] = [partial(checks.ports, given)]
     if running is not None and running.api.port == api.port:
-        yield Finding("port", OK, f"{api.host}:{api.port}, used by the stack that runs on the data folder")
+        text = f"{api.host}:{api.port}, used by the stack that runs on the data folder"
     else:
-        yield from _judged("port", [partial(checks.listen_port, api)], f"{api.host}:{api.port or 'any'} is free")
+        text = f"{api.host}:{api.port or 'any'} is free"
+        needed.append(partial(checks.listen_port, api))
+    yield from _judged("port", needed, text)
 
 
 def _servers(given: Settings, running: Settings | None) -> Found:

@@ -188,6 +188,24 @@ def captures(settings: Settings) -> None:
         )
 
 
+def ports(settings: Settings) -> None:
+    """Checks that the settings give no port of this machine to two processes. Ranks of a hostfile may be on another
+    one."""
+    given = {settings.api.port: "api.port"}
+    for base in settings.base_models:
+        for section, workers in base.workers.items():
+            if not workers.metrics_port or bool(getattr(workers, "hostfile", "")):
+                continue
+            setting = f"{section}.metrics_port of {base.name!r}"
+            for port in range(workers.metrics_port, workers.metrics_port + workers.count):
+                if port in given:
+                    raise SetupError(
+                        f"port {port} is given twice, by {given[port]} and {setting}: change one of them; each "
+                        "further worker of a section has the next port"
+                    )
+                given[port] = setting
+
+
 def everything(settings: Settings) -> None:
     """Runs all checks that need no port and no model file."""
     operators(settings)
@@ -198,6 +216,7 @@ def everything(settings: Settings) -> None:
         vllm(base)
     budget(settings)
     captures(settings)
+    ports(settings)
     placement.check(settings)
     if settings.redis.url:
         state_server(settings.redis.url)

@@ -181,6 +181,13 @@ def test_a_clock_that_differs_from_the_servers_is_a_warning(ahead: float, state:
     assert ("run NTP" in found.text) == (state == WARNING)
 
 
+def test_a_port_that_is_given_twice_is_wrong(tinsmith: Doctor, tmp_path: Path) -> None:
+    base = f'[[base_models]]\nname = "a"\npath = "{model_folder(tmp_path / "model")}"\n'
+    said = tinsmith(config=f"{base}trainer.metrics_port = 9101\nsampler.metrics_port = 9101\n")
+    assert said.code == 1
+    assert "wrong    port: port 9101 is given twice, by trainer.metrics_port of 'a' and sampler." in said.text
+
+
 def test_a_taken_port_is_wrong_and_that_of_the_running_stack_is_not(tinsmith: Doctor, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

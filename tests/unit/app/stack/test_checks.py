@@ -224,6 +224,42 @@ def test_a_budget_needs_a_price_unless_it_pauses_all_projects():
     checks.budget(Settings(limits=budget, base_models=(base_model(prices={"training": 0.0}),)))
 
 
+@pytest.mark.parametrize(
+    ("api", "sections", "said"),
+    [
+        (
+            8000,
+            {"trainer": {"count": 2, "metrics_port": 9100}, "sampler": {"metrics_port": 9101}},
+            "port 9101 is given twice, by trainer.metrics_port of 'small' and sampler.metrics_port of 'small': ",
+        ),
+        (
+            9101,
+            {"full": {"count": 2, "metrics_port": 9100}},
+            "port 9101 is given twice, by api.port and full.metrics_port of 'small': ",
+        ),
+    ],
+)
+def test_a_port_of_two_processes_is_named_with_both_settings(api: int, sections: dict[str, Any], said: str) -> None:
+    settings = Settings(api={"port": api}, base_models=(base_model(**sections),))
+    with pytest.raises(SetupError) as caught:
+        checks.everything(settings)
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"trainer": {"count": 2, "metrics_port": 9100}, "sampler": {"metrics_port": 9102}},
+        {"trainer": {"metrics_port": 0}, "sampler": {"metrics_port": 0}},
+        {"trainer": {"metrics_port": 9100}, "sampler": {"count": 0, "metrics_port": 9100}},
+        {"trainer": {"metrics_port": 9100, "hostfile": "hosts"}, "sampler": {"metrics_port": 9100}},
+    ],
+    ids=["apart", "chosen later", "not started", "another machine"],
+)
+def test_ports_of_one_process_each_are_fine(sections: dict[str, Any]) -> None:
+    checks.ports(Settings(api={"port": 0}, base_models=(base_model(**sections),)))
+
+
 def test_answers_are_kept_only_with_a_secret():
     with pytest.raises(SetupError, match="set it to 32 random characters"):
         checks.everything(Settings(limits={"project": {"capture_days": 7}}))
