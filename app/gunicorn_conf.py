@@ -17,7 +17,7 @@ from gunicorn import glogging
 
 from app import malloc
 from app.gunicorn_worker import ARRIVING, IDLE_A_THREAD
-from app.settings import from_environment
+from app.settings import from_environment, netloc
 from app.suspension import SUSPENDED_A_THREAD
 
 _settings = from_environment()
@@ -26,7 +26,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (_hard, _hard))
 
 malloc.give_large_blocks_back()
 
-bind = f"{_settings.api.host}:{_settings.api.port}"
+bind = netloc(_settings.api.host, _settings.api.port)
 workers = _settings.api.processes
 worker_class = "app.gunicorn_worker.Worker"
 threads = _settings.api.poll_capacity + _settings.api.spare_threads

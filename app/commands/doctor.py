@@ -20,7 +20,7 @@ from app.commands.connection import planned, store_name
 from app.demo import model as bundled
 from app.errors import SetupError, TinsmithError
 from app.services.base_models import BaseModels, lora_coverage
-from app.settings import NO_VLLM, SETTINGS_VARIABLE, BaseModelSettings, Settings
+from app.settings import NO_VLLM, SETTINGS_VARIABLE, BaseModelSettings, Settings, netloc
 from app.stack import checks, placement, valkey
 from app.stack.arguments import without_secrets
 from app.stack.config import Options
@@ -169,9 +169,9 @@ def _port(given: Settings, running: Settings | None) -> Found:
     api = given.api
     needed: list[Callable[[], object]] = [partial(checks.ports, given)]
     if running is not None and running.api.port == api.port:
-        text = f"{api.host}:{api.port}, used by the stack that runs on the data folder"
+        text = f"{netloc(api.host, api.port)}, used by the stack that runs on the data folder"
     else:
-        text = f"{api.host}:{api.port or 'any'} is free"
+        text = f"{netloc(api.host, api.port or 'any')} is free"
         needed.append(partial(checks.listen_port, api))
     yield from _judged("port", needed, text)
 

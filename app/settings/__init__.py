@@ -23,6 +23,7 @@ from app.settings.server import (
     RedisSettings,
     StoreSettings,
     TracingSettings,
+    netloc,
 )
 from app.settings.workers import NO_VLLM, BaseModelSettings, SamplerSettings, TrainerSettings
 
@@ -45,5 +46,6 @@ __all__ = [
     "from_environment",
     "hash_key",
     "load",
+    "netloc",
     "parse",
 ]

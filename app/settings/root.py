@@ -18,6 +18,7 @@ from app.settings.server import (
     RedisSettings,
     StoreSettings,
     TracingSettings,
+    netloc,
 )
 from app.settings.workers import BaseModelSettings
 
@@ -84,7 +85,7 @@ class Settings(Section):
 
     @property
     def public_url(self) -> str:
-        return self.api.public_url or f"http://{self.api.host}:{self.api.port}"
+        return self.api.public_url or f"http://{netloc(self.api.host, self.api.port)}"
 
     @property
     def broker_url(self) -> str:

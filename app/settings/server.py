@@ -14,6 +14,11 @@ SENTINEL_SCHEMES = ("redis+sentinel://", "rediss+sentinel://")
 """The second one has TLS."""
 
 
+def netloc(host: str, port: int | str) -> str:
+    """Host and port as in a URL, which has an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class ApiSettings(Section):
     host: str = Field(
         "127.0.0.1", description="address on which the API listens; 0.0.0.0: all addresses of this machine"

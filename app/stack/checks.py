@@ -16,7 +16,7 @@ import redis
 
 from app.domain.prices import Prices
 from app.errors import SetupError
-from app.settings import ApiSettings, BaseModelSettings, SamplerSettings, Settings
+from app.settings import ApiSettings, BaseModelSettings, SamplerSettings, Settings, netloc
 from app.stack import placement
 from app.stack.arguments import without_secrets
 from app.stores import objects
@@ -40,8 +40,8 @@ def free_port(host: str, port: int) -> int:
             return int(probe.getsockname()[1])
     except OSError as error:
         raise SetupError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; stop the process that uses it, or choose "
-            "another port with --host and --port (0 takes any free port)"
+            f"cannot listen on {netloc(host, port)}: {error.strerror or error}; stop the process that uses it, or "
+            "choose another port with --host and --port (0 takes any free port)"
         ) from None
 
 

@@ -28,11 +28,13 @@ from app.settings import (
     METRICS_PORT_VARIABLE,
     NO_VLLM,
     SETTINGS_VARIABLE,
+    ApiSettings,
     BaseModelSettings,
     SamplerSettings,
     Settings,
     TrainerSettings,
     hash_key,
+    netloc,
 )
 from app.stack import checks, config, metrics, placement, valkey
 from app.stack.child import Command, stop_signals
@@ -44,7 +46,7 @@ from app.stack.terminal import show, warn
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords
 
-_LOCALHOST = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1"}
+_LOCALHOST = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 _PROBE_TIMEOUT_S = 2.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KEY_FILE = "api-key"
@@ -140,8 +142,7 @@ def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None], until: 
     for name, metrics_url in metrics.urls(commands).items():
         say(f"metrics of {name}: {metrics_url}")
     supervisor.start(commands)
-    api = plan.settings.api
-    url = f"http://{_LOCALHOST.get(api.host, api.host)}:{api.port}"
+    url = _local_url(plan.settings.api)
     workers = {command.name for command in commands if command.name != _API}
     with connect(redis_url) as client:
         bases = BaseModels(plan.settings, RedisRecords(client))
@@ -253,6 +254,11 @@ def _with_servers(settings: Settings, folder: DataFolder) -> tuple[Settings, tup
         valkey.command("broker", folder.valkey, files["broker"], broker, password, valkey.FORGETFUL),
     )
     return settings.model_copy(update={"redis": settings.redis.model_copy(update=urls)}), servers
+
+
+def _local_url(api: ApiSettings) -> str:
+    """The URL of the API for clients on this machine."""
+    return f"http://{netloc(_LOCALHOST.get(api.host, api.host), api.port)}"
 
 
 def _is_ready(url: str) -> bool:

@@ -2,13 +2,28 @@ from __future__ import annotations
 
 import socket
 
+import pytest
 import redis
 
 from app.domain.records import LAST_WORKERS, Refusal, Worker
-from app.settings import BaseModelSettings, Settings
+from app.settings import ApiSettings, BaseModelSettings, Settings
 from app.stack import up
 from app.stack.child import Command
 from app.stores.redis.records import RedisRecords
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("::", "http://[::1]:8000"),
+        ("host.example", "http://host.example:8000"),
+    ],
+)
+def test_the_url_of_a_ready_stack_is_one_that_this_machine_can_open(host: str, url: str) -> None:
+    assert up._local_url(ApiSettings(host=host)) == url
 
 
 def test_a_new_stack_knows_nothing_of_its_base_models_from_a_former_one(client: redis.Redis) -> None:
