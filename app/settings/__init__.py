@@ -25,9 +25,10 @@ from app.settings.server import (
     TracingSettings,
     netloc,
 )
-from app.settings.workers import NO_VLLM, BaseModelSettings, SamplerSettings, TrainerSettings
+from app.settings.workers import CUDA_BUILDS, NO_VLLM, BaseModelSettings, SamplerSettings, TrainerSettings
 
 __all__ = [
+    "CUDA_BUILDS",
     "METRICS_PORT_VARIABLE",
     "NO_VLLM",
     "SENTINEL_SCHEMES",

@@ -17,6 +17,8 @@ NO_VLLM = (
     "vLLM is not installed, so the slower transformers sampler is used beside this machine's GPU; for vLLM run "
     '`pip install "tinsmith[vllm]"`, or `make setup GPU=1` in a checkout'
 )
+CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
+"""Packages that vLLM for CUDA installs. Such a build breaks vLLM's import beside a CPU build of torch."""
 
 _DEVICES = (
     "GPUs by nvidia-smi's numbers, such as [0, 1]; with count = 2, [0, 1] gives each copy one GPU, and [[0, 1], [2, "

