@@ -141,8 +141,9 @@ class Committer:
         except Fenced:
             telemetry.commit_refused(entry, resident.lease.epoch)
             raise
-        except redis.RedisError as error:
-            # The commit may or may not have happened; the next reader of the journal will see.
+        except (Unavailable, redis.RedisError) as error:
+            # The commit may or may not have happened; the next reader of the journal will see. It did not happen if the
+            # staged result lapsed, but the state has the effect of the Op already.
             raise Fenced(f"the commit of {entry.request_id} may or may not have happened: {error}") from error
         resident.committed()
         op_result.after_commit()

@@ -11,10 +11,12 @@ from app.domain.ops import ForwardBackward, SaveWeights
 from app.domain.records import Model
 from app.domain.results import Result
 from app.errors import NotFound, Requeue
-from app.stores.redis import keys
+from app.stores.redis import keys, payloads
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.payloads import Staging
 from app.stores.redis.types import Lease
-from tests.unit.workers.conftest import BASE, MODEL, Ended, Worker, World, step
+from tests.unit.workers.conftest import BASE, MODEL, Ended, Worker, World, logprob_bytes, probe, step, undisturbed
+from tests.unit.workers.train.saves import admit
 
 
 class Dead(BaseException):
@@ -181,6 +183,22 @@ def test_an_op_whose_commit_is_in_doubt_is_dispatched_again_at_once(world: World
             worker.handle(1)
     assert worker.dispatched == [("forward_backward", f"{MODEL}:1", f"train.{BASE}")]
     assert not worker.owner.residents()
+
+
+def test_a_gradient_whose_result_lapsed_before_its_commit_counts_once(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(payloads, "PIECE_BYTES", 64)
+    monkeypatch.setattr(world.oplog, "_large", 0)
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    admit(world, *step(0), *step(1))
+    write = Staging.write
+    with monkeypatch.context() as late:
+        late.setattr(Staging, "write", lambda self, key, content: write(self, key, content[64:]))
+        with pytest.raises(Requeue, match="has lapsed"):
+            worker.handle(1)
+    assert worker.handle(4, "optim_step") is not None
+    assert logprob_bytes(probe(worker, world, 5)) == undisturbed(world, [0, 1])
+    assert world.oplog.outcome(f"{MODEL}:1") is not None
 
 
 def test_an_outage_in_the_middle_of_an_op_leaves_it_free_for_anybody(world: World, monkeypatch: pytest.MonkeyPatch):
