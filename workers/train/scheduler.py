@@ -210,7 +210,7 @@ class RunAhead:
             and head.kind in _AHEAD_KINDS
             and len(resident.uncommitted) <= _MOST_AHEAD
             and not resident.uncommitted[-1].failure
-            and not self.retry_backoff.is_backing_off(head.model_id)
+            and not self.retry_backoff.was_put_off(head.model_id)
         )
 
 
@@ -236,11 +236,17 @@ class RetryBackoff:
         self._kinds[model_id][seq] = kind
 
     def retry_later(self, model_id: str, seq: int, kind: str) -> None:
-        """Keeps an Op and dispatches it repeatedly, with longer and longer pauses, until the model has advanced."""
+        """Keeps an Op until the model has advanced. Meanwhile the model backs off, for longer after each retry."""
         self.add(model_id, seq, kind)
-        self._pauses.setdefault(model_id, _Pause(time.monotonic() + _FIRST_PAUSE_S, _FIRST_PAUSE_S))
+        if not self.is_backing_off(model_id):
+            self._pause(model_id)
 
     def is_backing_off(self, model_id: str) -> bool:
+        """True during a pause. Afterwards the scheduler may retry the model, before `retry_due` dispatches it."""
+        return self.was_put_off(model_id) and time.monotonic() < self._pauses[model_id].due
+
+    def was_put_off(self, model_id: str) -> bool:
+        """True until the model has advanced, also while it is retried."""
         return model_id in self._pauses
 
     def advanced(self, model_id: str) -> None:
@@ -256,13 +262,17 @@ class RetryBackoff:
 
     def retry_due(self) -> None:
         """Dispatches the first Op of each model whose pause is over; the others follow it."""
-        now = time.monotonic()
-        for model_id, pause in list(self._pauses.items()):
-            if now >= pause.due:
-                longer = min(2 * pause.seconds, _LONGEST_PAUSE_S)
-                self._pauses[model_id] = _Pause(now + longer, longer)
+        for model_id in list(self._pauses):
+            if not self.is_backing_off(model_id):
+                self._pause(model_id)
                 seq = min(self._kinds[model_id])
                 self._send_for(model_id, seq, self._kinds[model_id][seq])
+
+    def _pause(self, model_id: str) -> None:
+        """Begins the model's first pause, or a longer one."""
+        last = self._pauses.get(model_id)
+        seconds = min(2 * last.seconds, _LONGEST_PAUSE_S) if last else _FIRST_PAUSE_S
+        self._pauses[model_id] = _Pause(time.monotonic() + seconds, seconds)
 
     def _send_for(self, model_id: str, seq: int, kind: str) -> None:
         self._send(kind, ids.request_id(model_id, seq), model_id, self._queue)

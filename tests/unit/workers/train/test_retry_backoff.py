@@ -60,6 +60,24 @@ def test_what_was_put_off_is_dispatched_again_without_end_after_longer_and_longe
     assert {after - before for before, after in pairwise(times[5:])} == {60}
 
 
+def test_a_model_backs_off_until_its_pause_is_over_and_for_longer_after_each_retry_that_failed(
+    waiting: RetryBackoff, dispatched: list[Dispatch], clock: list[float]
+):
+    """Whoever runs it then, and however many dispatches of it arrive meanwhile."""
+    tried = []
+    for second in range(100):
+        if not waiting.is_backing_off(MODEL):
+            tried.append(second)
+        waiting.retry_later(MODEL, second, "forward")
+        clock[0] += 1.0
+    assert tried == [0, 2, 6, 14, 30, 62]
+    assert dispatched == []
+    waiting.advanced(MODEL)
+    waiting.retry_later(MODEL, 7, "save_weights")
+    clock[0] += 2.0
+    assert not waiting.is_backing_off(MODEL), "a model that has advanced begins anew"
+
+
 def test_only_the_first_of_what_was_put_off_is_dispatched_and_the_rest_behind_it(
     waiting: RetryBackoff, dispatched: list[Dispatch], clock: list[float]
 ):

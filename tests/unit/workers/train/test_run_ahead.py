@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
 
 from app.domain.ops import LoadWeights, SaveWeights
 from app.domain.records import Checkpoint
+from app.errors import Requeue, Unavailable
 from app.stores.redis import keys
 from app.stores.redis.records import load
 from app.stores.redis.types import Lease
@@ -38,7 +40,7 @@ from tests.unit.workers.train.saves import (
     store,
 )
 from tests.unit.workers.train.test_scheduler import infinite_ratio
-from workers.train import committer
+from workers.train import committer, scheduler
 
 __all__ = ["dispatch", "store"]  # the fixtures
 
@@ -83,6 +85,83 @@ def test_other_models_run_and_commit_while_a_save_is_written(world: World, store
     admit(world, *step(0), *step(1), *step(2), model_id=OTHER)
     await_true(lambda: applied(world, OTHER) == 6, "the other model went on without a dispatch of its own")
     assert not dispatched.done()
+    store.open.set()
+    assert dispatched.result() is not None
+
+
+class Clock:
+    """The time of the scheduler's pauses, which a test sets forward."""
+
+    def __init__(self) -> None:
+        self.forward_s, self.sleep = 0.0, time.sleep
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.forward_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(scheduler, "time", clock)
+    return clock
+
+
+def test_a_model_that_was_put_off_is_retried_while_another_one_waits_for_its_save(
+    world: World, store: GatedStore, dispatch: Dispatch, clock: Clock, monkeypatch: pytest.MonkeyPatch
+):
+    """After each pause once, and not in a tight loop."""
+    worker = world.worker("a/1", store=store)
+    worker.handle(0, "create_model")
+    add_model(world, OTHER)
+    worker.runner.handle(f"{OTHER}:0", OTHER, "create_model")
+    worker.owner.discard(OTHER)
+    restore, tries = worker.owner._restore, list[str]()
+
+    def away_twice(lease: Lease) -> Any:
+        tries.append(lease.model_id)
+        if len(tries) <= 2:
+            raise Unavailable("the object store is away")
+        return restore(lease)
+
+    monkeypatch.setattr(worker.owner, "_restore", away_twice)
+    admit(world, *step(0), model_id=OTHER)
+    with pytest.raises(Requeue, match="away"):
+        worker.runner.handle(f"{OTHER}:1", OTHER, "forward_backward")
+    admit(world, SAVE, SaveWeights("weights", "second"))
+    dispatched = dispatch(worker, 2)
+    assert store.asked.wait(60)
+    goes_on_waiting(worker, dispatched)
+    assert len(tries) == 1
+    clock.forward_s += 2.0
+    await_true(lambda: len(tries) == 2, "its first pause is over")
+    goes_on_waiting(worker, dispatched)
+    assert len(tries) == 2, "its second pause is not"
+    clock.forward_s += 4.0
+    await_true(lambda: applied(world, OTHER) == 2, "it goes on")
+    assert not dispatched.done()
+    store.open.set()
+    assert dispatched.result() is not None
+
+
+def test_nothing_runs_ahead_of_a_save_that_was_put_off_however_long_it_takes(
+    world: World, store: GatedStore, dispatch: Dispatch, clock: Clock
+):
+    worker = world.worker("a/1", store=store)
+    worker.handle(0, "create_model")
+    admit(world, SAVE)
+    store.error = Unavailable("the object store is away")
+    store.open.set()
+    with pytest.raises(Requeue, match="away"):
+        worker.handle(1, SAVE.kind)
+    store.open.clear()
+    store.error = None
+    admit(world, *step(0), first=2)
+    clock.forward_s += 1000.0
+    ran = Ran(worker)
+    dispatched = dispatch(worker, 1)
+    await_true(lambda: ran.captured == 1, "the save is under way again")
+    goes_on_waiting(worker, dispatched)
+    assert MODEL not in ran.kinds
     store.open.set()
     assert dispatched.result() is not None
 
