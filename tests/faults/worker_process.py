@@ -167,7 +167,7 @@ def _trainer(settings: Settings, node: str, injector: FaultInjector) -> Runtime:
 def _handle(worker: Runtime, request_id: str, model_id: str, kind: str) -> Answer:
     """Handles a dispatch as the Celery task does: every failure outside the Op causes a redispatch."""
     try:
-        result = worker.handle(request_id, model_id, kind)
+        result = worker.handle(request_id, model_id, kind, worker.queue)
     except Requeue as reason:
         return "not now", str(reason)
     except Exception as error:

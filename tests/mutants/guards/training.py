@@ -50,6 +50,14 @@ MUTANTS = (
         f"{_OWNER}::test_a_death_between_a_restore_and_the_op_it_was_for_is_no_attempt",
     ),
     Mutant(
+        "commits: a state whose large result lapsed is discarded",
+        "workers/train/committer.py",
+        "except (Unavailable, redis.RedisError) as error:\n            # The commit",
+        "except redis.RedisError as error:\n            # The commit",
+        "tests/unit/workers/train/test_runner_faults.py"
+        "::test_a_gradient_whose_result_lapsed_before_its_commit_counts_once",
+    ),
+    Mutant(
         "committer: an outage is no attempt",
         "workers/train/committer.py",
         "                self._owner.put_off(op.resident.lease, op.entry.seq)\n",
