@@ -16,6 +16,8 @@ from app.errors import BadRequest
 CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
 _OPENAI = uuid.uuid5(uuid.NAMESPACE_URL, "/oai/api/v1")
 _COPIES = uuid.uuid5(uuid.NAMESPACE_URL, "/api/v1/copy_weights")
+_SESSIONS = uuid.uuid5(uuid.NAMESPACE_URL, "/api/v1/create_session")
+_UPLOADS = uuid.uuid5(uuid.NAMESPACE_URL, "/api/v1/external_weights_upload_start")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _LOSS_ID = re.compile(r"[A-Za-z0-9-]{1,64}:loss:[0-9]{1,10}")
 _UNLOAD_ID = re.compile(r"([A-Za-z0-9-]{1,64}:train:[0-9]{1,9}):unload:0")
@@ -38,6 +40,18 @@ def model_id(session_id: str, model_seq_id: int) -> str:
 
 def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
     return f"{session_id}:sample:{sampling_session_seq_id}"
+
+
+def session_id(project: str, api_key_id: str, key: str | None) -> str:
+    """The id of a session to open. A repeat of the call under the same idempotency key, with the same API key, gets the
+    same session."""
+    return str(uuid.uuid5(_SESSIONS, f"{project}\n{api_key_id}\n{key}")) if key else new_session_id()
+
+
+def upload_id(project: str, api_key_id: str, key: str | None) -> str:
+    """The id of an upload to start; a repeat gets the same upload, as in `session_id`. It is also the id of the
+    checkpoint's session."""
+    return str(uuid.uuid5(_UPLOADS, f"{project}\n{api_key_id}\n{key}")) if key else new_session_id()
 
 
 def copy_session_id(project: str, key: str | None) -> str:

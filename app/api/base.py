@@ -173,6 +173,11 @@ def current_caller() -> Caller:
     return caller
 
 
+def idempotency_key() -> str | None:
+    """The key that all repeats of one call have in common; the SDK sends it with each call that is not a GET."""
+    return request.headers.get("X-Idempotency-Key")
+
+
 def needs(*scopes: Scope) -> Callable[[View], View]:
     """A decorator directly below the route, for every view that changes something. The view raises Forbidden for a key
     that has none of the scopes."""

@@ -22,6 +22,7 @@ from app.api.base import (
     SearchOwner,
     access_token,
     current_caller,
+    idempotency_key,
     identifier,
     needs,
     page_limit,
@@ -277,9 +278,8 @@ class WeightsCopied(SdkSchema):
 @checkpoints_blueprint.response(200, WeightsCopied)
 def copy_weights(asked: dict[str, Any]) -> dict[str, str]:
     """Copy a checkpoint into a project or session; a repeat with the same X-Idempotency-Key returns the same copy."""
-    key = request.headers.get("X-Idempotency-Key")
     token = request.headers.get("X-Tinker-Weights-Access-Token", asked["weights_access_token"])
-    return {"tinker_path": services().copies.copy(current_caller(), asked, key, token)}
+    return {"tinker_path": services().copies.copy(current_caller(), asked, idempotency_key(), token)}
 
 
 class SignedUrl(SdkSchema):

@@ -13,6 +13,7 @@ from app.api.base import (
     SdkSchema,
     SearchOwner,
     current_caller,
+    idempotency_key,
     identifier,
     label,
     metadata,
@@ -54,8 +55,8 @@ class SessionCreated(SdkSchema):
 @blueprint.arguments(CreateSession(), example=CREATE_SESSION.request)
 @blueprint.response(200, SessionCreated, example=CREATE_SESSION.response)
 def create_session(asked: dict[str, Any]) -> dict[str, str]:
-    """Open a session."""
-    return {"session_id": services().sessions.create(current_caller(), asked)}
+    """Open a session; a repeat with the same X-Idempotency-Key returns the same session."""
+    return {"session_id": services().sessions.create(current_caller(), asked, idempotency_key())}
 
 
 class Heartbeat(SdkSchema):

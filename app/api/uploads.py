@@ -10,7 +10,7 @@ from typing import Any
 from flask import request
 from marshmallow import RAISE, fields, validate
 
-from app.api.base import SdkSchema, current_caller, identifier, needs, services
+from app.api.base import SdkSchema, current_caller, idempotency_key, identifier, needs, services
 from app.api.base import blueprint as make
 from app.api.checkpoints import SignedUrl, WeightsCopied
 from app.api.models import LoraConfig
@@ -51,8 +51,9 @@ class UploadStarted(SdkSchema):
 @blueprint.arguments(StartUpload())
 @blueprint.response(200, UploadStarted)
 def start_upload(asked: dict[str, Any]) -> dict[str, Any]:
-    """Start the upload of an adapter: one signed URL for each of its files."""
-    return services().uploads.start(current_caller(), asked)
+    """Start the upload of an adapter: one signed URL for each of its files. A repeat with the same X-Idempotency-Key
+    returns the same upload."""
+    return services().uploads.start(current_caller(), asked, idempotency_key())
 
 
 class FinishUpload(SdkSchema):

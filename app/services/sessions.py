@@ -48,8 +48,9 @@ class SessionService:
         self._records, self._lifecycle, self._objects, self._teardown = store, lifecycle, objects, teardown
         self._quotas = quotas
 
-    def create(self, caller: Caller, asked: Mapping[str, Any]) -> str:
-        """Creates a session in `project_id` or the caller's own project, and returns its id.
+    def create(self, caller: Caller, asked: Mapping[str, Any], key: str | None = None) -> str:
+        """Creates a session in `project_id` or the caller's own project, and returns its id. A repeat of the call under
+        the same idempotency key returns the same id and costs nothing.
 
         Raises NotFound for a `project_id` where the caller may not create sessions, whether that project exists or not.
         Without `project_id`, raises Forbidden if the caller may not create sessions in the own project. Raises
@@ -60,7 +61,7 @@ class SessionService:
             project = caller.project
             check_role(caller, project)
         check_writable(caller, project)
-        session_id = ids.new_session_id()
+        session_id = ids.session_id(project, caller.key_id, key)
         session = Session(
             project,
             created=self._records.now(),

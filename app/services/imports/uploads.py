@@ -48,9 +48,10 @@ class UploadService:
     limits: LimitSettings
     finishes: BoundedSemaphore = field(default_factory=lambda: BoundedSemaphore(_FINISHES_AT_ONCE))
 
-    def start(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Starts an upload, and returns its id and a URL for each file. Raises NotFound (project), Forbidden,
-        BadRequest, LimitReached, TooManyRequests or Unavailable."""
+    def start(self, caller: Caller, asked: Mapping[str, Any], key: str | None) -> dict[str, Any]:
+        """Starts an upload, and returns its id and a URL for each file. A repeat of the call under the same idempotency
+        key returns the same id and costs nothing. Raises NotFound (project), Forbidden, BadRequest, LimitReached,
+        TooManyRequests or Unavailable."""
         project = self._project(caller, asked["destination_project_id"])
         base, lora = asked["base_model"], LoraSpec(**asked["lora_config"])
         shapes = self.bases.adapter_shapes(base)
@@ -58,14 +59,15 @@ class UploadService:
         check_lora(lora, self.bases.settings(base).max_rank, info)
         sizes = {CONFIG_FILE: peft_files.MOST_CONFIG_BYTES, TENSORS_FILE: peft_files.most_bytes(shapes, lora)}
         most = sum(sizes.values())
-        upload_id, now = ids.new_session_id(), self.records.now()
+        upload_id, now = ids.upload_id(project, caller.key_id, key), self.records.now()
         upload = Upload(project, base, asdict(lora), now, most, expires_at=now + RESERVED_S)
         urls = {
             name: self.objects.presign_put(uploaded(upload_id, name), URL_SECONDS, size) for name, size in sizes.items()
         }
-        with self.quotas.releasing(path_of(upload_id)):
-            self.quotas.reserve(caller, project, path_of(upload_id), most)
-            self.records.put_new(Upload.namespace, upload_id, dump(upload))
+        if self.records.get(Upload.namespace, upload_id) is None:
+            with self.quotas.releasing(path_of(upload_id)):
+                self.quotas.reserve(caller, project, path_of(upload_id), most)
+                self.records.put_new(Upload.namespace, upload_id, dump(upload))
         return {"upload_id": upload_id, "urls": urls, "expires": timestamp(time.time() + URL_SECONDS)}
 
     def finish(self, caller: Caller, upload_id: str) -> str:

@@ -48,8 +48,8 @@ class RedisLifecycle:
         self._unread_s = settings.result_unread_s
 
     def open(self, session_id: str, fields: Record, charge: Charge) -> None:
-        """Opens a new session. Raises TooManyRequests or LimitReached for a limit of `charge`, and Unavailable while
-        there is no room for another record."""
+        """Opens a session; one that exists does not change and is not charged again. Raises TooManyRequests or
+        LimitReached for a limit of `charge`, and Unavailable while there is no room for another record."""
         flat = [part for pair in fields.items() for part in pair]
         limits.check(self._run("open_session", session_id, limits.of_op(charge), *flat))
 

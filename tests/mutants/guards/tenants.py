@@ -69,6 +69,13 @@ MUTANTS = (
         f"{_SESSIONS}::test_a_session_over_the_limit_is_refused_until_another_has_ended",
     ),
     Mutant(
+        "sessions: one that is opened again is not charged again",
+        f"{_LUA}/sessions.lua",
+        "if redis.call('EXISTS', 'tinsmith:sessions:' .. ARGV[1]) == 1 then return {} end\n",
+        "",
+        f"{_SESSIONS}::test_a_session_that_is_opened_again_stays_as_it_is",
+    ),
+    Mutant(
         "sessions: one that comes back counts again",
         f"{_LUA}/lifecycle.lua",
         "    list_session(id)  -- it may",

@@ -42,8 +42,9 @@ end
 
 -- script: open_session
 -- needs: hear, no_room, now_ms, take
--- Charge for a new session and open it. ARGV: session id, charge (or ''), field, value, ...
--- Returns {}, or the refusal of `over_limit` in limits.lua.
+-- Charge for a new session and open it; one that exists does not change. ARGV: session id, charge (or ''), field,
+-- value, ... Returns {}, or the refusal of `over_limit` in limits.lua.
+if redis.call('EXISTS', 'tinsmith:sessions:' .. ARGV[1]) == 1 then return {} end
 local refusal = no_room(0)
 if refusal then return refusal end
 local limited = ARGV[2] ~= '' and take(cjson.decode(ARGV[2]))

@@ -248,6 +248,21 @@ def test_a_session_over_the_limit_is_refused_until_one_is_finished(api: Api, lim
     assert api.post("create_session", {}).status_code == 200
 
 
+def test_a_repeat_of_create_session_returns_its_session_and_is_charged_once(tenant: Tenant) -> None:
+    def create(caller: Api, idempotency_key: str) -> Any:
+        headers = {"X-API-Key": caller.key, "X-Idempotency-Key": idempotency_key}
+        return caller.client.post("/api/v1/create_session", json={}, headers=headers)
+
+    caller, colleague = (replace(tenant.api, key=tenant.key("member")) for _ in range(2))
+    id_ = caller.key.removeprefix("tml-").partition(".")[0]
+    tenant.accounts.set_limits(id_, {"live_sessions": 1, "requests_per_s": HOURS})
+    first, repeat = create(caller, "one"), create(caller, "one")
+    assert (first.status_code, repeat.status_code, repeat.json) == (200, 200, first.json)
+    assert create(caller, "two").status_code == 403
+    theirs = create(colleague, "one")
+    assert (theirs.status_code, theirs.json != first.json) == (200, True), "the call of another API key"
+
+
 def test_a_client_learns_how_many_samples_it_may_have_under_way(api: Api, limit: Limit) -> None:
     most = api.post("client/config", {}).json["sample_max_concurrent_requests"]
     limit(concurrent_samples=7)

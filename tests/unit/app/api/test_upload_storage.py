@@ -30,6 +30,7 @@ from tests.peft_adapters import peft_files
 from tests.unit.app.api.test_uploads import (
     ALL,
     FILES,
+    LORA,
     finish,
     no_files_of_other_tests,
     put,
@@ -38,7 +39,7 @@ from tests.unit.app.api.test_uploads import (
     stored,
     uploaded,
 )
-from tests.unit.app.conftest import Api
+from tests.unit.app.conftest import BASE, Api
 from tests.unit.app.tenant import Tenant
 
 __all__ = ["no_files_of_other_tests"]  # the fixture
@@ -95,6 +96,28 @@ def test_starts_at_the_same_time_never_pass_the_limit_together(
     answers = interleaved(monkeypatch, RedisRecords, "put_new", lambda: start(member))
     answers.append(start(member))
     assert sorted(answer.status_code for answer in answers) == [200, 403]
+
+
+def test_a_repeat_of_a_start_returns_its_upload_and_reserves_no_more(
+    member: Api, limit: Callable[[int | None], None]
+) -> None:
+    body = {"base_model": BASE, "lora_config": LORA}
+
+    def begin(key: str) -> TestResponse:
+        headers = {"X-API-Key": member.key, "X-Idempotency-Key": key}
+        return member.client.post("/api/v1/external_weights_upload_start", json=body, headers=headers)
+
+    limit(largest(member))
+    first, reserved = begin("one"), used(member)
+    repeat = begin("one")
+    assert (repeat.status_code, repeat.json["upload_id"]) == (200, first.json["upload_id"])
+    assert used(member) == reserved
+    assert begin("two").status_code == 403
+    for name, url in repeat.json["urls"].items():
+        assert put(member, url, FILES[name]).status_code == 200
+    assert finish(member, first.json["upload_id"]).status_code == 200
+    stored = used(member)
+    assert (begin("one").status_code, used(member)) == (200, stored)
 
 
 def test_of_many_starts_at_once_as_many_pass_as_there_is_room_for(

@@ -135,6 +135,17 @@ def test_a_moved_session_is_on_the_list_of_its_new_project(client, stored, lifec
     assert [live(client, payer) for payer in (HERE, Payer("project", "other", Limits()), KEY)] == [0, 1, 1]
 
 
+def test_a_session_that_is_opened_again_stays_as_it_is(client, stored, lifecycle):
+    for session in ("a", "b"):
+        opened(lifecycle, session)
+    lifecycle.finish("b", "success")
+    opened(lifecycle, "c")
+    before = list(stored.read("sessions", ["a", "b"]))
+    opened(lifecycle, "a")
+    opened(lifecycle, "b")
+    assert (list(stored.read("sessions", ["a", "b"])), live(client)) == (before, 2)
+
+
 def test_a_session_over_the_limit_is_refused_until_another_has_ended(client, stored, lifecycle):
     for session in ("a", "b"):
         opened(lifecycle, session)
