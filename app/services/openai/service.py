@@ -183,10 +183,13 @@ class OpenAiService:
             self._samplers.ensure(model.sampler_id, model.sampler)
             choices: list[Choices] = []
             for request in requests:
-                admitted = self._admit(caller, model, request)
-                first = len(choices) * request.num_samples
-                choices.append(Choices(model.tokenizer, request, admitted, first, options))
+                # OpenAI's clients send no number, so a repeated call is a new call.
+                number, first = secrets.randbits(62), len(choices) * request.num_samples
+                asked = Asked(ids.request_id(model.sampler_id, number), caller, request.stream)
+                choices.append(Choices(model.tokenizer, request, asked, first, options))
+                # Before the admission, which may raise although the request is admitted.
                 undo.callback(self._leave, choices[-1])
+                self._admission.admit_sample(caller, model.sampler_id, model.sampler, number, request)
             head = AnswerHead(choices[0].asked.request_id, int(time.time()), name)
             deltas = chain.from_iterable(self._deltas(model.sampler, choice, gone) for choice in choices)
             return Answer(head, form, choices, deltas, undo.pop_all().close)
@@ -197,12 +200,6 @@ class OpenAiService:
 
     def _leave(self, choices: Choices) -> None:
         self._result_stream.leave(choices.asked, ended=choices.ended)
-
-    def _admit(self, caller: Caller, model: Target, request: SampleRequest) -> Asked:
-        """Admits the request under a random number. OpenAI's clients send none, so a repeated call is a new call."""
-        number = secrets.randbits(62)
-        request_id = self._admission.admit_sample(caller, model.sampler_id, model.sampler, number, request)
-        return Asked(request_id, caller, request.stream)
 
 
 class Samplers:

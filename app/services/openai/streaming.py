@@ -27,7 +27,7 @@ _PATIENCE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An admitted request. `live`: its worker publishes tokens as they are sampled."""
+    """A request that is admitted, or is about to be. `live`: its worker publishes tokens as they are sampled."""
 
     request_id: str
     caller: Caller
@@ -85,8 +85,8 @@ class ResultStream:
                 raise
 
     def leave(self, asked: Asked, *, ended: bool) -> None:
-        """Stops waiting for the request, and cancels it unless it has ended. In an outage the request is not cancelled
-        and runs to its end."""
+        """Stops waiting for the request, and cancels it unless it has ended or was not admitted. In an outage the
+        request is not cancelled and runs to its end."""
         with contextlib.suppress(redis.RedisError, RequestError):
             if not ended:
                 self._cancel(asked.request_id, asked.caller)

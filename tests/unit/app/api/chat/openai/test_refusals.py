@@ -6,8 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import redis
 
+from app.errors import NotReplicated
 from app.settings import LimitSettings
+from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.types import Admission
 from tests.unit.app.api.chat.openai.caller import OAI, TOOLS, OpenAi
 from tests.unit.app.api.chat.standin import CONTEXT
 from tests.unit.app.conftest import BASE
@@ -97,6 +101,24 @@ def test_what_cannot_be_done_is_a_400_by_name_and_nothing_is_enqueued(openai: Op
 def test_a_wrong_key_is_refused_in_openais_words(openai: OpenAi):
     answer = replace(openai, key="tml-wrong").post("completions", prompt="ab")
     assert (answer.status_code, answer.json["error"]["code"]) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("error", [NotReplicated("no replica has it"), redis.TimeoutError("no answer")])
+def test_a_call_of_which_an_admission_is_in_doubt_leaves_no_request_behind(
+    openai: OpenAi, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    admit, admitted = RedisOpLog.admit_sample, list[Admission]()
+
+    def in_doubt(oplog: RedisOpLog, *call: Any) -> Admission:
+        admitted.append(admit(oplog, *call))
+        if len(admitted) == 2:
+            raise error
+        return admitted[0]
+
+    monkeypatch.setattr(RedisOpLog, "admit_sample", in_doubt)
+    answer = openai.post("completions", prompt=["ab", "cd"])
+    assert (answer.status_code, len(admitted)) == (503, 2), answer.text
+    assert openai.api.services.oplog.pending() == []
 
 
 def test_other_paths_keep_their_own_form_of_errors(openai: OpenAi):
