@@ -100,6 +100,14 @@ class AdmissionService:
         request_id = ids.request_id(model_id, seq)
         return request_id if self._oplog.digest(request_id) == _identity(op, ops.encode(op)) else None
 
+    def repeat_of_create(self, model_id: str, source: str, *, optimizer: bool) -> str | None:
+        """The request id of the call that created the model, if it did so from this checkpoint; else None. The
+        checkpoint may be gone: the stored call has all that was read from it."""
+        entry = self._oplog.entry(model_id, 0)
+        if entry is None:
+            return None
+        return self.repeat_of(model_id, 0, replace(ops.decode(entry.payload), source=source, optimizer=optimizer))
+
     def admit_sample(self, caller: Caller, sampler_id: str, sampler: Sampler, seq: int, request: SampleRequest) -> str:
         """Admits a sampling request, and returns the request id of its future; a repeat returns the same id.
 

@@ -58,11 +58,16 @@ class ModelService:
         return self._admit(caller, asked, CreateModel(ModelSpec(asked["base_model"], lora, critic)))
 
     def create_from(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, str]:
-        """Creates a model from a checkpoint, and returns a future. Raises NotFound (session, checkpoint) or
-        BadRequest."""
+        """Creates a model from a checkpoint, and returns a future. A repeat is answered also when the checkpoint was
+        deleted meanwhile. Raises NotFound (session, checkpoint) or BadRequest."""
         check_optimizer(asked.get("optimizer_config"))
         path = ids.TinkerPath.parse(asked["path"])
-        checkpoint = self._sources.find(path, caller, asked.get("weights_access_token"))
+        try:
+            checkpoint = self._sources.find(path, caller, asked.get("weights_access_token"))
+        except NotFound:
+            if (repeated := self._repeat(caller, asked, str(path))) is None:
+                raise
+            return repeated
         if asked.get("base_model", checkpoint.base_model) != checkpoint.base_model:
             raise BadRequest(f"{path} was trained on {checkpoint.base_model}, not on {asked['base_model'][:200]!r}")
         check_loadable(path, checkpoint, asked["optimizer"])
@@ -101,6 +106,13 @@ class ModelService:
         model = load_owned(self._records, Model, model_id, caller)
         audit.note(self._records, caller, model.owner, "run_delete", {"model_id": model_id}, urgent=True)
         self._teardown.end(model_id)
+
+    def _repeat(self, caller: Caller, asked: Mapping[str, Any], source: str) -> dict[str, str] | None:
+        """The future of a `create_from` that was admitted before; None for a new call. Raises NotFound (session)."""
+        load_owned(self._records, Session, asked["session_id"], caller)
+        model_id = ids.model_id(asked["session_id"], asked["model_seq_id"])
+        request_id = self._admission.repeat_of_create(model_id, source, optimizer=asked["optimizer"])
+        return {"request_id": request_id, "model_id": model_id} if request_id else None
 
     def _admit(self, caller: Caller, asked: Mapping[str, Any], op: CreateModel) -> dict[str, str]:
         session = load_owned(self._records, Session, asked["session_id"], caller)

@@ -207,6 +207,20 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused(api: Api, case: str) -> N
     assert api.services.oplog.pending() == []
 
 
+def test_a_repeated_create_from_a_checkpoint_is_the_same_call_though_that_was_deleted_since(
+    api: Api, stranger: Api
+) -> None:
+    path = save_checkpoint(api, api.model())
+    body = {"session_id": api.session(), "model_seq_id": 0, "path": path, "optimizer": True}
+    first = api.post("load_weights", body)
+    api.services.records.delete(Checkpoint.namespace, path)
+    again = api.post("load_weights", body)
+    assert (first.status_code, again.status_code, again.json) == (200, 200, first.json), again.json
+    others = ({"model_seq_id": 1}, {"path": path + "b"}, {"optimizer": False})
+    assert [api.post("load_weights", {**body, **other}).status_code for other in others] == [404] * 3
+    assert stranger.post("load_weights", body).status_code == 404
+
+
 def test_optimizer_state_is_only_in_training_checkpoints(api: Api) -> None:
     path = save_checkpoint(api, api.model(), "sampler_weights")
     body = {"session_id": api.session(), "model_seq_id": 0, "path": path}
