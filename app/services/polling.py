@@ -170,16 +170,16 @@ class FutureFinder:
     def __init__(self, oplog: RedisOpLog, store: RedisRecords) -> None:
         self._oplog, self._records = oplog, store
 
-    def future(self, request_id: str, caller: Caller) -> Future:
-        """The future. Raises NotFound for an unknown or foreign id (with the same text), and Gone for an expired
-        one."""
+    def future(self, request_id: str, caller: Caller, *, delivers: bool = True) -> Future:
+        """The future. Its result is noted as read if the caller may use it up, and if this call `delivers` it. Raises
+        NotFound for an unknown or foreign id (with the same text), and Gone for an expired one."""
         model_id = ids.unloaded_by(request_id)
         if model_id is not None:
             return self._done(request_id, caller, Model, model_id, UNLOAD, "model_id")
         if ids.is_loss_id(request_id):
             return self._done(request_id, caller, Loss, request_id, CUSTOM_LOSS, "loss_id")
         # A read by a viewer leaves the result in place for the client that waits for it.
-        viewed = {project for project in caller.roles if not caller.may("member", project)}
+        viewed = {project for project in caller.roles if not (delivers and caller.may("member", project))}
         return self._oplog.future(request_id, caller.roles.keys(), viewed)
 
     def _done(self, request_id: str, caller: Caller, cls: type[Owned], key: str, kind: str, named: str) -> Future:
@@ -276,7 +276,8 @@ class CancelService:
         """Fails the request unless its result is there. Raises NotFound or Gone as a poll does, Forbidden, or
         BadRequest for other futures."""
         check_request_id(request_id)
-        future = self._futures.future(request_id, caller)
+        # The client that waits for the request may be another one, which was not told yet that it has ended.
+        future = self._futures.future(request_id, caller, delivers=False)
         check_role(caller, future.owner)
         if future.kind != "sample":
             raise BadRequest(

@@ -8,6 +8,7 @@ import pytest
 
 from app.domain.records import Worker
 from app.domain.results import Result
+from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import dump, load
@@ -174,6 +175,18 @@ def test_a_sample_is_called_off_and_its_place_is_free_at_once(api: Api) -> None:
     result = api.post("retrieve_future", {"request_id": first}).json
     assert (result["category"], "cancelled" in result["error"]) == ("user", True)
     assert leave(api, first).status_code == 200, "again is fine"
+
+
+def test_a_result_that_came_before_the_cancellation_stays_for_the_client_that_waits_for_it(api: Api) -> None:
+    sampler = api.sampler()
+    request = ask(api, sampler)
+    api.services.oplog.finish_sample(request, Result(b"{}"))
+    with connect(api.services.settings.redis.url) as client:
+        kept_s = client.ttl(keys.future(request))
+        assert leave(api, request).status_code == 200
+        assert client.ttl(keys.future(request)) > kept_s - 60
+    completed = api.post("retrieve_futures", {"target": {"sampling_session_id": sampler}}).json["completions"]
+    assert [completion["request_id"] for completion in completed] == [request]
 
 
 def test_a_call_that_trains_stays_in_its_order_and_says_how_all_of_them_end(api: Api) -> None:
