@@ -242,7 +242,7 @@ ADDED: dict[str, set[str]] = {
     # Keys that start so and are now deleted before they expire; every version does without them.
     "keys deleted": {"tinsmith:home:"},
     # Steps of which a plain command, which Redis refuses when full, is a script by now. It leaves the same behind.
-    "scripted steps": {"calls are taken", "overdue"},
+    "scripted steps": {"calls are taken", "overdue", "acknowledge"},
     # Answers that ask for the bytes of a large call, which go there once it is not refused, or to read a call's content
     # first, which is large or in the object store.
     "script answers": [["absent", ""], "read"],

@@ -35,7 +35,6 @@ class RedisCompletions:
     """Completed sampling requests by poll target (app/ids.py), in the order of their completion."""
 
     def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
-        self._redis = client
         self._run = Scripts(client, settings)
         self._kept_s = min(_ACKNOWLEDGED_S, settings.result_read_s)
 
@@ -52,11 +51,9 @@ class RedisCompletions:
     def acknowledge(self, request_ids: Iterable[str]) -> None:
         """Notes that the results of these requests were fetched, so that they may expire earlier. Unfinished and
         unknown requests do not change."""
-        with self._redis.pipeline(transaction=False) as pipe:
-            for request_id in request_ids:
-                # XX: the future of an unfinished request has no expiry yet, and must not get one.
-                pipe.expire(keys.future(request_id), self._kept_s, xx=True, lt=True)
-            pipe.execute()
+        fetched = list(request_ids)
+        for start in range(0, len(fetched), _SLICE):
+            self._run("note_read", self._kept_s, *fetched[start : start + _SLICE])
 
 
 @dataclass(frozen=True, slots=True)

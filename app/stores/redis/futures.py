@@ -271,7 +271,7 @@ class RedisFutures:
     def _note_read(self, request_id: str, kind: str, size: int) -> None:
         is_large = size >= self._large
         if is_large:
-            self._run("note_read", request_id, self._kept_s(size))
+            self._run("note_read", self._kept_s(size), request_id)
         with self._redis.pipeline(transaction=False) as pipe:
             if not is_large:
                 pipe.expire(keys.future(request_id), self._kept_s(size), lt=True)

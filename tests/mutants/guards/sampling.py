@@ -310,9 +310,9 @@ MUTANTS = (
     ),
     Mutant(
         "acknowledge: unfinished requests stay",
-        "app/stores/redis/completions.py",
-        "xx=True, ",
-        "",
+        f"{_LUA}/results.lua",
+        "ARGV[1], 'XX', 'LT')",
+        "ARGV[1], 'LT')",
         f"{_STORES}/test_completions.py::test_an_acknowledged_result_goes_soon_and_an_unfinished_request_stays",
     ),
     Mutant(

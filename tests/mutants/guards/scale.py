@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant(
         "large content: a result expires with its future",
         "app/stores/redis/lua/results.lua",
-        "redis.call('EXPIRE', 'tinsmith:result:' .. ARGV[1], ARGV[2], 'LT')\n",
+        "  redis.call('EXPIRE', 'tinsmith:result:' .. ARGV[i], ARGV[1], 'LT')\n",
         "",
         f"{_LARGE}::test_a_large_result_expires_with_its_future",
     ),

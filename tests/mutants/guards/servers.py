@@ -305,9 +305,16 @@ MUTANTS = (
     Mutant(
         "results: of two moves one counts",
         "app/stores/redis/lua/results.lua",
-        " or redis.call('HEXISTS', future, 'body') + redis.call('EXISTS', 'tinsmith:result:' .. ARGV[1]) == 0 then",
+        "\n   or redis.call('HEXISTS', future, 'body') + redis.call('EXISTS', 'tinsmith:result:' .. ARGV[1]) == 0 then",
         " then",
         f"{_RESULTS}::test_of_two_movers_one_wins_and_the_other_object_goes",
+    ),
+    Mutant(
+        "results: one that expired does not move",
+        "app/stores/redis/lua/results.lua",
+        " or redis.call('EXISTS', future) == 0\n",
+        "\n",
+        f"{_RESULTS}::test_a_result_that_expires_while_it_moves_counts_no_longer_and_its_object_goes",
     ),
     Mutant(
         "results: the budget of Ops",

@@ -89,7 +89,8 @@ return redis.call('SRANDMEMBER', 'tinsmith:results_due', ARGV[1])
 redis.call('SREM', 'tinsmith:results_due', ARGV[1])
 if redis.call('ZREM', 'tinsmith:spilling', ARGV[2]) == 0 then return 0 end
 local future, listed = 'tinsmith:future:' .. ARGV[1], redis.call('HGET', 'tinsmith:results', ARGV[1])
-if not listed or redis.call('HEXISTS', future, 'body') + redis.call('EXISTS', 'tinsmith:result:' .. ARGV[1]) == 0 then
+if not listed or redis.call('EXISTS', future) == 0
+   or redis.call('HEXISTS', future, 'body') + redis.call('EXISTS', 'tinsmith:result:' .. ARGV[1]) == 0 then
   redis.call('SADD', 'tinsmith:spill_garbage', ARGV[2])
   return 0
 end
@@ -103,10 +104,14 @@ return 1
 
 -- script: note_read flags=allow-oom
 -- needs: list_expiry
--- Let a large result expire sooner, since it was read. ARGV: request id, seconds to keep it at most. Returns 0.
-redis.call('EXPIRE', 'tinsmith:future:' .. ARGV[1], ARGV[2], 'LT')
-redis.call('EXPIRE', 'tinsmith:result:' .. ARGV[1], ARGV[2], 'LT')
-if redis.call('HEXISTS', 'tinsmith:results', ARGV[1]) == 1 then list_expiry(ARGV[1]) end
+-- Let results expire sooner, since they were read. Unfinished and unknown requests do not change. ARGV: seconds to keep
+-- the results at most, request ids. Returns 0.
+for i = 2, #ARGV do
+  -- XX: the future of an unfinished request has no expiry yet, and must not get one.
+  redis.call('EXPIRE', 'tinsmith:future:' .. ARGV[i], ARGV[1], 'XX', 'LT')
+  redis.call('EXPIRE', 'tinsmith:result:' .. ARGV[i], ARGV[1], 'LT')
+  if redis.call('HEXISTS', 'tinsmith:results', ARGV[i]) == 1 then list_expiry(ARGV[i]) end
+end
 return 0
 
 -- script: forget_expired flags=allow-oom

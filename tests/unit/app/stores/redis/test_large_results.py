@@ -16,7 +16,7 @@ from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.completions import RedisCompletions
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.payloads import RedisPayloads
+from app.stores.redis.payloads import PIECE_BYTES, RedisPayloads
 from app.stores.redis.records import RedisRecords, dump
 from tests.unit.app.stores.redis.journal_steps import MODEL, admit, own
 from tests.unit.away_store import AwayStore
@@ -27,6 +27,8 @@ SETTINGS = EngineSettings(lease_s=60, result_spill_bytes=4 * KB, result_budget_b
 BRIEF = SETTINGS.model_copy(update={"result_unread_s": 1, "result_budget_bytes": 200 * KB})
 SAMPLER, OTHERS = "session:sample:0", "other:train:0"
 LARGE = Result(bytes(range(256)) * 32, "application/x-protobuf")
+IN_A_KEY = Result(bytes(PIECE_BYTES), "application/x-protobuf")
+"""A result that does not lie in its future."""
 
 
 @pytest.fixture
@@ -62,10 +64,10 @@ def counted(client: redis.Redis) -> dict[bytes, bytes]:
     return client.hgetall("tinsmith:result_bytes")
 
 
-def sampled(oplog: RedisOpLog, seq: int = 1) -> str:
+def sampled(oplog: RedisOpLog, seq: int = 1, result: Result = LARGE) -> str:
     request = f"{SAMPLER}:{seq}"
     oplog.admit_sample(request, SAMPLER, "me", "sample.base", b"prompt", f"digest {seq}")
-    assert oplog.finish_sample(request, LARGE)
+    assert oplog.finish_sample(request, result)
     return request
 
 
@@ -152,6 +154,27 @@ def test_the_time_to_forget_a_result_falls_in_the_step_that_lets_it_expire_soone
     read = [client.pexpiretime(keys.future(request)) for request in requests]
     assert client.zmscore("tinsmith:results_expire", requests) == read
     assert max(read) < min(written)
+
+
+def test_an_acknowledged_result_is_forgotten_when_it_expires(client: redis.Redis, oplog: RedisOpLog):
+    request = sampled(oplog, result=IN_A_KEY)
+    written = client.pexpiretime(keys.future(request))
+    RedisCompletions(client, SETTINGS).acknowledge([request])
+    expires = client.pexpiretime(keys.future(request))
+    assert expires < written
+    assert client.zscore("tinsmith:results_expire", request) == expires
+    assert client.pexpiretime(keys.result(request)) == expires
+
+
+def test_a_result_that_expires_while_it_moves_counts_no_longer_and_its_object_goes(
+    client: redis.Redis, oplog: RedisOpLog, spilling: PayloadSpilling, store: AwayStore
+):
+    request = sampled(oplog, result=IN_A_KEY)
+    client.delete(keys.future(request))
+    assert not spilling._payloads.spill_result(request)
+    assert not client.exists(keys.future(request)), "a future without an expiry would count for ever"
+    spilling.sweep()
+    assert (counted(client), store.list("results/")) == ({}, [])
 
 
 def test_a_result_of_an_earlier_version_is_forgotten_in_its_turn(
