@@ -88,7 +88,8 @@ class FinishSession(SdkSchema):
 @blueprint.response(200)
 def finish_session(asked: dict[str, Any], session_id: str) -> dict[str, str]:
     """Close a session; the first reason stays."""
-    services().sessions.finish(session_id, current_caller(), asked["reason"]["type"])
+    reason, detail = asked["reason"]["type"], asked.get("detail") or ""
+    services().sessions.finish(session_id, current_caller(), reason, detail)
     return {}
 
 

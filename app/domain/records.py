@@ -51,7 +51,8 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 @dataclass(frozen=True, slots=True)
 class Session:
     """A session. `status` is open, expired (no heartbeat for a long time), or the reason its client gave when it
-    finished the session. `user` opened it; empty for a session that several users share."""
+    finished the session, which may have explained it in `detail`. `user` opened it; empty for a session that several
+    users share."""
 
     namespace: ClassVar[str] = "sessions"
     owner: str
@@ -61,6 +62,7 @@ class Session:
     tags: list[str] = field(default_factory=list)
     user_metadata: dict[str, Any] = field(default_factory=dict)
     user: str = ""
+    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,9 @@ from app.stores.redis.types import Call
 Found = tuple[str, Session]
 _REASONS = ("success", "errored", "interrupted")
 
+# Characters of the explanation that a client gives when it finishes a session. A longer one is cut: to refuse it would
+# leave the session open.
+_MOST_DETAIL = 4096
 _LINK_SECONDS = 3600
 # Records of a search in one round trip, which takes some 20 ms.
 _SLICE = 100
@@ -79,9 +82,12 @@ class SessionService:
         load_owned(self._records, Session, session_id, caller)
         self._lifecycle.heartbeat(session_id)
 
-    def finish(self, session_id: str, caller: Caller, reason: str) -> None:
-        """Finishes the session and frees its memory; the first reason given is kept. Raises NotFound."""
+    def finish(self, session_id: str, caller: Caller, reason: str, detail: str) -> None:
+        """Finishes the session and frees its memory; the first reason given is kept, with its detail. Raises
+        NotFound."""
         load_owned(self._records, Session, session_id, caller)
+        # The teardown finishes the session without a detail. It comes second, because the first finish stays.
+        self._lifecycle.finish(session_id, reason, detail[:_MOST_DETAIL])
         self._teardown.finish(session_id, reason)
 
     def list_ids(self, caller: Caller, scope: Scope, page: Page) -> list[str]:
@@ -219,7 +225,9 @@ def _status(session: Session) -> dict[str, Any] | None:
     """The session's status; None if its heartbeats stopped long ago and it was not finished."""
     if session.status == "open":
         return {"type": "active"}
-    return {"type": "client_finished", "reason": {"type": session.status}} if session.status in _REASONS else None
+    if session.status not in _REASONS:
+        return None
+    return {"type": "client_finished", "reason": {"type": session.status}, "detail": session.detail or None}
 
 
 def _place(created: float, id_: str) -> tuple[datetime, str]:

@@ -235,6 +235,7 @@ ADDED: dict[str, set[str]] = {
     "record fields": {
         "tinsmith:checkpoints:": {"expiry_by": '""'},
         "tinsmith:keys:": {"only_project": "false"},
+        "tinsmith:sessions:": {"detail": '""'},
         "tinsmith:page:usage/": {"run training session:train:0 base": "5"},
     },
     # Values by key, today and then, where ecb7b39 only asks whether the key exists.

@@ -61,9 +61,9 @@ class RedisLifecycle:
         """Notes that a client waits for the result of this request. A session that has ended stays so."""
         self._run("poll", request_id.partition(":")[0])
 
-    def finish(self, session_id: str, reason: str) -> None:
-        """Ends the session because its client is done. The first reason stays as its status."""
-        self._run("finish", session_id, json.dumps(reason))
+    def finish(self, session_id: str, reason: str, detail: str = "") -> None:
+        """Ends the session because its client is done. The first reason stays as its status, with its `detail`."""
+        self._run("finish", session_id, json.dumps(reason), json.dumps(detail) if detail else "")
 
     def move(self, session_id: str, project: str) -> None:
         """Moves the session, with everything in it or being saved in it, to another project: in one step, or in several

@@ -84,10 +84,14 @@ return 0
 
 -- script: finish flags=allow-oom
 -- needs: list_runs, list_session, now_ms
--- Finish a session for its client; the first reason stays. ARGV: session id, reason as JSON. Returns 0.
+-- Finish a session for its client; the first reason stays, with its detail. ARGV: session id, reason as JSON, detail as
+-- JSON (or ''). Returns 0.
 local key = 'tinsmith:sessions:' .. ARGV[1]
 local status = redis.call('HGET', key, 'status')
-if status == '"open"' or status == '"expired"' then redis.call('HSET', key, 'status', ARGV[2]) end
+if status == '"open"' or status == '"expired"' then
+  redis.call('HSET', key, 'status', ARGV[2])
+  if ARGV[3] ~= '' then redis.call('HSET', key, 'detail', ARGV[3]) end
+end
 redis.call('ZREM', 'tinsmith:sessions_heard', ARGV[1])
 redis.call('ZADD', 'tinsmith:sessions_ended', 'NX', now_ms(), ARGV[1])
 list_session(ARGV[1])

@@ -46,6 +46,19 @@ def test_a_summary_says_what_a_session_is_and_what_it_stores(api: Api, sessions:
     assert summary.owner == summary.project_id
 
 
+def test_the_detail_of_the_first_finish_is_found_at_bounded_length(api: Api) -> None:
+    def finish(session: str, reason: str, detail: str | None) -> Any:
+        api.post(f"sessions/{session}/finish", {"reason": {"type": reason}, "detail": detail})
+        return search(api, session_id=session).sessions[0].status.model_dump()
+
+    session = api.session()
+    failed = {"type": "client_finished", "reason": {"type": "errored"}, "detail": "OOM at step 3 \N{SNOWMAN}"}
+    assert finish(session, "errored", failed["detail"]) == failed
+    assert finish(session, "success", "all is well") == failed
+    assert finish(api.session(), "errored", "x" * 10_000)["detail"] == "x" * 4096
+    assert finish(api.session(), "success", None)["detail"] is None
+
+
 FILTERS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "nothing": ({}, {"Nightly SFT", "nightly RL", "debug"}),
     "words of the name": ({"display_name": "rl NIGHT"}, {"nightly RL"}),
