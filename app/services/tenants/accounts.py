@@ -177,11 +177,11 @@ class AccountService:
         raise Unavailable(f"other calls changed {id_} at the same time, {_TRIES} times in a row: try again")
 
     def _newest(self, cls: type[A], id_: str) -> A:
-        """The newest version of the account: the state server's, if the object store was set back to an older
-        backup."""
+        """The newest version of the account: the state server's, if the object store was set back to an older backup.
+        Of equal versions the state server's counts too: it may be revoked or removed without a new version."""
         kept = self._files.newest(cls, id_)
         known = self._records.find(cls, id_)
-        return max(kept, known or kept, key=lambda account: account.version)
+        return max(known or kept, kept, key=lambda account: account.version)
 
     def _known(self, cls: type[A], id_: str) -> A:
         """The account from the state server, which is enough to take it away while the object store is away. Raises

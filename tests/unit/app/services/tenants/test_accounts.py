@@ -164,12 +164,25 @@ def test_while_the_object_store_is_away_a_key_can_be_revoked_and_nothing_be_made
     assert len(accounts.all(Organisation)) == 1
     objects.away = False
     accounts.rebuild()
+    accounts.set_limits(key.id, {"requests_per_s": 0.5})
     with pytest.raises(Unauthorized, match="revoked"):
         caller_of(text)
     accounts.revoke(key.id)
     client.flushall()
     accounts.rebuild()
     with pytest.raises(Unauthorized, match="revoked"):
+        caller_of(text)
+
+
+def test_a_user_who_was_removed_while_the_object_store_was_away_stays_removed(accounts, objects, caller_of):
+    user, project = member(accounts)
+    _, text = make_key(accounts, user, project)
+    objects.away = True
+    with pytest.raises(Unavailable):
+        accounts.remove_user(user.id)
+    objects.away = False
+    assert accounts.set_role(user.id, project.id, "viewer").removed
+    with pytest.raises(Unauthorized, match="removed"):
         caller_of(text)
 
 
