@@ -22,6 +22,7 @@ from app.settings import Settings, StoreSettings
 from app.stores.objects import create
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
+from app.stores.objects.s3 import S3Store
 from tests.conformance.object_stores import KEY, folder_settings
 
 
@@ -188,6 +189,24 @@ def test_keys_are_listed_by_any_prefix_in_order(store: ObjectStore):
     assert store.list("m/b:1") == ["m/b:1/a/y", "m/b:1/x", "m/b:10/x"]
     assert store.list("m/b:1/") == ["m/b:1/a/y", "m/b:1/x"]
     assert store.list("absent/") == []
+
+
+def plant(store: ObjectStore, name: str) -> None:
+    """Writes a file into the store, as a disk or another program may."""
+    if isinstance(store, FolderStore):
+        (store._root / name).write_bytes(b"")
+    else:
+        assert isinstance(store, S3Store)
+        store._client.put_object(store._bucket, name, io.BytesIO(), 0)
+
+
+def test_a_foreign_file_with_a_name_that_is_no_key_is_not_listed(store: ObjectStore):
+    store.put_new("foreign/a", b"1")
+    for name in ("foreign/.nfs00a1", "foreign/a copy", "foreign/.DS_Store"):
+        plant(store, name)
+    assert store.list("foreign/") == list(store.page("foreign/", "foreign/", 2)) == ["foreign/a"]
+    store.delete(store.list(""))
+    assert store.list("") == []
 
 
 def test_keys_are_listed_a_page_at_a_time_behind_a_key_or_another_text(store: ObjectStore):

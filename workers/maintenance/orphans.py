@@ -23,7 +23,7 @@ from app import ids
 from app.domain import ops
 from app.domain.checkpoints import MODELS, SNAPSHOT, CheckpointPrefix
 from app.domain.records import UPLOADS, Checkpoint, Model, Sampler, Session, Upload
-from app.errors import NewerContent
+from app.errors import NewerContent, Unavailable
 from app.settings import EngineSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import remove_checkpoint
@@ -125,8 +125,17 @@ class Orphans:
         pinned = set(self._pinned()) if overdue else set()
         for prefix in overdue:
             if prefix not in pinned and prefix not in lost:
-                remove_checkpoint(self._objects, prefix)
-                log.info("removed an orphan: %s", prefix)
+                self._remove(prefix)
+
+    def _remove(self, prefix: str) -> None:
+        """Removes an orphan. One that cannot be removed, for example in a folder of another user, waits for the next
+        round and keeps no other orphan."""
+        try:
+            remove_checkpoint(self._objects, prefix)
+        except Unavailable as error:
+            log.warning("the orphan %s cannot be removed: %s", prefix, error)
+        else:
+            log.info("removed an orphan: %s", prefix)
 
     def _forget(self, models: Mapping[str, Mapping[str, str]], stored: Container[str]) -> None:
         """Removes the records of ended runs whose session is gone and that have no files. The files of a run without a

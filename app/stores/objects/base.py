@@ -20,7 +20,8 @@ from app.errors import BadRequest, TooLarge
 # S3 allows 1,024 bytes; the difference is left for the store's own folder.
 _LONGEST = 900
 # A leading dot is refused, which covers "." and ".." and keeps the folder store's own files out of reach.
-_PART = re.compile(r"[A-Za-z0-9_:=@+-][A-Za-z0-9_:=@+.-]{0,254}")
+_PART = r"[A-Za-z0-9_:=@+-][A-Za-z0-9_:=@+.-]{0,254}"
+_KEY = re.compile(rf"{_PART}(?:/{_PART})*")
 
 
 class ObjectStore(Protocol):
@@ -47,7 +48,7 @@ class ObjectStore(Protocol):
         ...
 
     def list(self, prefix: str) -> list[str]:
-        """Keys that start with `prefix`, sorted."""
+        """Keys that start with `prefix`, sorted. A foreign file with a name that is no key is left out."""
         ...
 
     def page(self, prefix: str, after: str, limit: int) -> Sequence[str]:
@@ -78,9 +79,14 @@ class ObjectStore(Protocol):
         ...
 
 
+def is_key(name: str) -> bool:
+    """True if an object can have this name. A disk or another program may leave files with other names in a store."""
+    return len(name) <= _LONGEST and _KEY.fullmatch(name) is not None
+
+
 def check_key(key: str) -> str:
     """The key, unchanged. Raises BadRequest when a part is empty, starts with a dot or holds another character."""
-    if len(key) <= _LONGEST and all(_PART.fullmatch(part) for part in key.split("/")):
+    if is_key(key):
         return key
     raise BadRequest(
         f"{key[:200]!r} is not an object key: use up to {_LONGEST} characters in parts joined by '/', "

@@ -21,6 +21,7 @@ from app.stores.objects.base import (
     copy_bounded,
     flush,
     flush_folder,
+    is_key,
     temporary_file,
     whole_file,
 )
@@ -98,7 +99,7 @@ class FolderStore:
         """Keys that start with `prefix`, sorted."""
         folder = self._root / check_prefix(prefix).rpartition("/")[0]
         keys = (path.relative_to(self._root).as_posix() for path in _files(folder))
-        found = sorted(key for key in keys if key.startswith(prefix))
+        found = sorted(key for key in keys if key.startswith(prefix) and is_key(key))
         self._check_mounted()
         return found
 

@@ -31,7 +31,7 @@ from urllib3.exceptions import HTTPError
 from app import sockets
 from app.errors import NotFound, SetupError, Unavailable
 from app.settings import StoreSettings
-from app.stores.objects.base import check_key, check_prefix, copy_bounded, whole_file
+from app.stores.objects.base import check_key, check_prefix, copy_bounded, is_key, whole_file
 from app.telemetry import store_call
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class S3Store:
         check_prefix(prefix)
         with self._outages():
             found = self._client.list_objects(self._bucket, prefix=prefix, recursive=True)
-            return sorted(item.object_name for item in found if not item.is_dir)
+            return sorted(item.object_name for item in found if is_key(item.object_name))
 
     @store_call("list")
     def page(self, prefix: str, after: str, limit: int) -> Sequence[str]:
@@ -129,7 +129,7 @@ class S3Store:
             found = self._client._list_objects(
                 self._bucket, prefix=prefix, start_after=after, max_keys=limit, encoding_type="url"
             )
-            return [item.object_name for item in islice(found, limit)]
+            return list(islice((item.object_name for item in found if is_key(item.object_name)), limit))
 
     @store_call("list")
     def folders(self, prefix: str) -> Sequence[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from app.domain.limits import PROJECT, Limits, Payer
 from app.domain.ops import CreateModel, LoadWeights, LoraSpec, ModelSpec, Op
 from app.domain.records import UPLOADS, Checkpoint, Model, Sampler, Session, Upload, uploaded
 from app.domain.results import Result
+from app.errors import Unavailable
 from app.services.admission import LimitsOf, QuotaService
 from app.services.imports.importer import Importer
 from app.services.tenants.spending import Spending
@@ -103,6 +104,41 @@ def test_what_was_overwritten_goes_and_what_replaced_it_stays(installation: Inst
     newer = installation.write("weights/a/9-2")
     installation.checkpoint("a", newer)
     assert installation.collect() == {SNAPSHOT, newer}
+
+
+def test_a_file_of_the_disk_among_the_files_of_an_orphan_does_not_keep_them(installation: Installation, tmp_path: Path):
+    orphan = installation.write("weights/a/4-1")
+    (tmp_path / orphan / ".DS_Store").touch()
+    (tmp_path / orphan / "a copy").touch()
+    assert installation.collect() == {SNAPSHOT}
+
+
+def test_an_orphan_that_cannot_be_removed_keeps_no_other(installation: Installation, tmp_path: Path):
+    class Stubborn(FolderStore):
+        rounds = 0
+
+        def list(self, prefix: str) -> list[str]:
+            self.rounds += prefix == "models/"
+            return super().list(prefix)
+
+        def delete(self, keys: Iterable[str]) -> None:
+            listed = list(keys)
+            if any("weights/stuck" in key for key in listed):
+                raise Unavailable("the folder belongs to another user")
+            super().delete(listed)
+
+    installation.store = store = Stubborn(tmp_path, "secret", "http://x")
+    stuck = [installation.write(f"weights/stuck{number}/4-1") for number in range(3)]
+    for number in range(3):
+        installation.write(f"weights/a{number}/4-1")
+    assert installation.collect() == {SNAPSHOT, *stuck}
+    patient = EngineSettings(orphan_s=3600)
+    lifecycle = RedisLifecycle(installation.client, HASTY)
+    made = Orphans(installation.oplog, lifecycle, installation.records, installation.payloads, store, patient)
+    before = store.rounds
+    for _ in range(3):
+        made.sweep()
+    assert store.rounds == before + 1, "the store is listed once a period"
 
 
 def test_half_written_files_of_an_owner_that_was_replaced_go(installation: Installation):
