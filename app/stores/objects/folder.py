@@ -41,7 +41,7 @@ class FolderStore:
     A write goes to `root/.unfinished` first. The file is then linked into place, which is atomic and fails when the
     key exists. Files are their user's alone, unless others may write to `root`: these share the store, and get the
     permissions that they have there.
-    Raises SetupError when `root` cannot be written.
+    Raises SetupError when `root` cannot be written or has no hard links.
     """
 
     def __init__(self, root: Path, url_secret: str, public_url: str, least_free: int = 0) -> None:
@@ -53,8 +53,8 @@ class FolderStore:
             self._root.mkdir(parents=True, exist_ok=True)
             self._shared = _shared(self._root)
             self._make_folder(self._unfinished)
-            with temporary_file(self._unfinished):
-                pass
+            with temporary_file(self._unfinished) as (_, temporary):
+                self._check_links(temporary)
         except OSError as error:
             raise SetupError(
                 f"the object store folder {self._root} cannot be written ({error.strerror}): "
@@ -171,6 +171,18 @@ class FolderStore:
         if not path.is_file():
             raise self._absence(key)
         return path
+
+    def _check_links(self, temporary: Path) -> None:
+        link = temporary.with_suffix(".link")
+        try:
+            os.link(temporary, link)
+        except OSError as error:
+            raise SetupError(
+                f"the object store folder {self._root} is on a file system without hard links ({error.strerror}): move "
+                "it to another one, such as ext4, XFS or NFS, or set store.url to a folder there or to an S3 server"
+            ) from None
+        finally:
+            link.unlink(missing_ok=True)
 
     def _write(self, data: IO[bytes], file: BinaryIO) -> None:
         self._disk.copy(data, file)

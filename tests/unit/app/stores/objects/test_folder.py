@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from app.errors import NotFound, Unavailable
+from app.errors import NotFound, SetupError, Unavailable
 from app.stores.objects.folder import FolderStore
 
 
@@ -79,6 +80,20 @@ def test_users_who_may_write_to_the_folder_share_its_files_whatever_the_umask(
     assert {each.stat().st_mode & 0o777 for each in made if each.is_dir()} == {folder}
     assert {each.stat().st_mode & 0o777 for each in made if each.is_file()} == {file}
     assert {bool(each.stat().st_mode & 0o2000) for each in made if each.is_dir()} == {bool(root & 0o2000)}
+
+
+def test_a_disk_without_hard_links_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Such as exFAT and vfat: every other call works there, and no file could ever be stored."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(SetupError, match=r"hard links .*ext4.* set store\.url"):
+        FolderStore(tmp_path / "objects", "secret", "http://x")
+    monkeypatch.undo()
+    FolderStore(tmp_path / "objects", "secret", "http://x")
+    assert [path.name for path in (tmp_path / "objects").rglob("*")] == [".unfinished"], "the try leaves nothing"
 
 
 def test_an_outage_is_counted_and_a_missing_object_is_none(tmp_path: Path):
