@@ -8,6 +8,7 @@ server never reads one.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tarfile
 import tempfile
@@ -46,8 +47,11 @@ from app.stores.redis.records import RedisRecords, dump
 
 URL_SECONDS = 3600
 
-# A run that was never trained has no history: its only checkpoint has the first seq and the first epoch.
-_SEQ, _EPOCH = 1, 1
+# The run of a copy is never trained, so it has the first epoch. Every seq counts as committed: the files of an attempt
+# that broke off are orphans, not a save that runs.
+_EPOCH = 1
+_SEQ_DIGITS = 12
+_LAST_SEQ = 16**_SEQ_DIGITS
 
 COMPLETE = "checkpoint_complete"
 """An empty file at the end: `tinker checkpoint push-hf` takes an archive without it for one that was cut short."""
@@ -169,7 +173,8 @@ def _fits(found: Checkpoint, asked: Mapping[str, Any]) -> bool:
 class CopyService:
     """Copies checkpoints. The order is: the run first, so that files of an interrupted copy belong to a run that
     maintenance knows; then the files, the manifest, and last the record, which makes the copy visible. A repeat under
-    the same key resumes an interrupted copy."""
+    the same key resumes an interrupted copy. If the source was overwritten meanwhile, the repeat copies the newer
+    files to another place."""
 
     records: RedisRecords
     oplog: RedisOpLog
@@ -244,7 +249,7 @@ class CopyService:
             critic=source.critic,
             copied_from=path,
         )
-        head = {"applied": str(_SEQ), "epoch": str(_EPOCH), "ended": "copied"}
+        head = {"applied": str(_LAST_SEQ), "epoch": str(_EPOCH), "ended": "copied"}
         if not self.oplog.create_model(model_id, {**dump(model), **head}):
             there = self.records.find(Model, model_id)
             if there is not None and there.copied_from != path:
@@ -253,32 +258,32 @@ class CopyService:
                 )
 
     def _write(self, target: ids.TinkerPath, project: str, source: Checkpoint, ttl_seconds: int | None) -> Manifest:
-        prefix, now = str(_place(target)), self.records.now()
+        place, now = _place(target, source), self.records.now()
         expiry = Expiry.of(now, ttl_seconds, self.quotas.checkpoint_ttl_s(project))
         for name in source.files:
-            self.objects.copy(f"{source.prefix}/{name}", f"{prefix}/{name}")
+            self.objects.copy(f"{source.prefix}/{name}", f"{place}/{name}")
         manifest = replace(
             Manifest.from_json(self.objects.read(f"{source.prefix}/{MANIFEST}")),
             path=str(target),
-            generation=f"{_SEQ}-{_EPOCH}",
+            generation=f"{place.seq}-{place.epoch}",
             model_id=target.model_id,
             owner=project,
-            seq=_SEQ,
-            epoch=_EPOCH,
+            seq=place.seq,
+            epoch=place.epoch,
             created=datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds"),
             expires_at=expiry.at,
             expiry_by=expiry.by,
         )
-        if self.objects.put_new(f"{prefix}/{MANIFEST}", manifest.to_json()):
+        if self.objects.put_new(f"{place}/{MANIFEST}", manifest.to_json()):
             return manifest
-        return Manifest.from_json(self.objects.read(f"{prefix}/{MANIFEST}"))
+        return Manifest.from_json(self.objects.read(f"{place}/{MANIFEST}"))
 
     def _record(self, target: ids.TinkerPath, source: Checkpoint, manifest: Manifest) -> None:
         copy = replace(
             source,
             owner=manifest.owner,
             model_id=target.model_id,
-            prefix=str(_place(target)),
+            prefix=str(_place(target, source)),
             created=datetime.fromisoformat(manifest.created).timestamp(),
             expires_at=manifest.expires_at,
             expiry_by=manifest.expiry_by,
@@ -287,8 +292,10 @@ class CopyService:
         self.records.put_reserved(str(target), copy)
 
 
-def _place(target: ids.TinkerPath) -> CheckpointPrefix:
-    return CheckpointPrefix(target.model_id, target.kind, target.name, _EPOCH, _SEQ)
+def _place(target: ids.TinkerPath, source: Checkpoint) -> CheckpointPrefix:
+    """The copy's place. Its seq names the source's files, so files of two generations of the source never mix."""
+    seq = int(hashlib.sha256(source.prefix.encode()).hexdigest()[:_SEQ_DIGITS], 16)
+    return CheckpointPrefix(target.model_id, target.kind, target.name, _EPOCH, seq)
 
 
 @dataclass(frozen=True, slots=True)

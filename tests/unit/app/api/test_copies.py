@@ -15,7 +15,7 @@ from app.domain.limits import Limits
 from app.domain.ops import LoraSpec
 from app.domain.records import Checkpoint
 from app.errors import Unavailable
-from app.services.recovery import Rebuild
+from app.services.recovery import Rebuild, Restored
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
 from tests.unit.app.api.test_models import save_checkpoint
@@ -24,19 +24,19 @@ from tests.unit.app.conftest import BASE, KEY, OTHER_KEY, Api, batch
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"tensors"}
 
 
-def saved(api: Api, **changes: Any) -> str:
-    """A checkpoint with its files present."""
-    run = api.model(user_metadata={"renderer_name": "qwen3"})
-    prefix = f"models/{run}/weights/a/1-1"
-    size = sum(map(len, FILES.values()))
-    record = {"prefix": prefix, "files": sorted(FILES), "size_bytes": size, "user_metadata": {"step": "7"}}
+def saved(api: Api, run: str = "", seq: int = 1, data: dict[str, bytes] = FILES, **changes: Any) -> str:
+    """A checkpoint with its files present. A later `seq` of the same run overwrites it."""
+    run = run or api.model(user_metadata={"renderer_name": "qwen3"})
+    prefix = f"models/{run}/weights/a/{seq}-1"
+    size = sum(map(len, data.values()))
+    record = {"prefix": prefix, "files": sorted(data), "size_bytes": size, "user_metadata": {"step": "7"}}
     path = save_checkpoint(api, run, **record, **changes)
-    for name, data in FILES.items():
-        api.services.objects.put_new(f"{prefix}/{name}", data)
-    files = {name: FileEntry(len(data), "0") for name, data in FILES.items()}
+    for name, content in data.items():
+        api.services.objects.put_new(f"{prefix}/{name}", content)
+    files = {name: FileEntry(len(content), "0") for name, content in data.items()}
     owner = project(api)
     manifest = Manifest(
-        path, "1-1", run, owner, BASE, LoraSpec(4), 1, 1, "2026-01-01T00:00:00+00:00", files, 1, "cpu",
+        path, f"{seq}-1", run, owner, BASE, LoraSpec(4), seq, 1, "2026-01-01T00:00:00+00:00", files, 1, "cpu",
         user_metadata={"step": "7"}, expires_at=changes.get("expires_at"),
     )  # fmt: skip
     api.services.objects.put_new(f"{prefix}/manifest.json", manifest.to_json())
@@ -60,6 +60,15 @@ def contents(api: Api, path: str) -> dict[str, bytes]:
     record = api.services.records.get("checkpoints", path)
     prefix = record["prefix"].strip('"')
     return {name: api.services.objects.read(f"{prefix}/{name}") for name in FILES}
+
+
+def rebuilt(api: Api, state_url: str, *, emptied: bool = False) -> Restored:
+    services = api.services
+    with connect(state_url) as client:
+        if emptied:
+            client.flushall()
+        lifecycle = RedisLifecycle(client, services.settings.engine)
+        return Rebuild(services.oplog, lifecycle, services.records, services.objects)()
 
 
 def delete(api: Api, path: str) -> None:
@@ -122,6 +131,31 @@ def test_a_copy_that_broke_off_is_not_there_and_is_made_whole_by_the_next_try(
     assert len(api.get("checkpoints").json["checkpoints"]) == 1
     monkeypatch.setattr(store, "put_new", works)
     assert contents(api, copy(api, source, "broken").json["tinker_path"]) == FILES
+
+
+def test_a_copy_that_broke_off_has_no_file_of_a_source_that_was_overwritten_since(
+    api: Api, state_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = saved(api)
+    store, copied = type(api.services.objects), []
+    works = store.copy
+
+    def away_at_the_second(*asked: Any) -> None:
+        copied.append(asked)
+        if len(copied) == 2:
+            raise Unavailable("the object store is away")
+        works(*asked)
+
+    monkeypatch.setattr(store, "copy", away_at_the_second)
+    assert copy(api, source, "overwritten").status_code == 503
+    newer = {name: b"newer " + data for name, data in FILES.items()}
+    assert saved(api, ids.TinkerPath.parse(source).model_id, 2, newer) == source
+    path = copy(api, source, "overwritten").json["tinker_path"]
+    assert contents(api, path) == newer
+    run = ids.TinkerPath.parse(path).model_id
+    assert run not in rebuilt(api, state_url).set_back, "the copy's run has no later history"
+    assert rebuilt(api, state_url, emptied=True).checkpoints.count(path) == 1
+    assert contents(api, path) == newer
 
 
 def test_a_copy_cannot_be_trained_on(api: Api) -> None:
@@ -204,11 +238,6 @@ def test_a_copy_to_nowhere_or_to_two_places_is_refused(api: Api, asked: dict[str
 def test_a_copy_comes_back_into_an_emptied_state_server(api: Api, state_url: str) -> None:
     path = copy(api, saved(api)).json["tinker_path"]
     before = api.get("checkpoints").json["checkpoints"]
-    with connect(state_url) as client:
-        client.flushall()
-        services = api.services
-        lifecycle = RedisLifecycle(client, services.settings.engine)
-        restored = Rebuild(services.oplog, lifecycle, services.records, services.objects)()
-    assert path in restored.checkpoints
+    assert path in rebuilt(api, state_url, emptied=True).checkpoints
     after = api.get("checkpoints").json["checkpoints"]
     assert [one for one in after if one["tinker_path"] == path] == [one for one in before if one["tinker_path"] == path]
