@@ -183,19 +183,27 @@ class Rebuild:
         )
         if checkpoint.is_expired(self._records.now()):
             restored.expired += 1
-        elif self._record(manifest.path, checkpoint):
+        elif self._record(manifest, checkpoint):
             restored.checkpoints.append(manifest.path)
 
-    def _record(self, path: str, checkpoint: Checkpoint) -> bool:
+    def _record(self, manifest: Manifest, checkpoint: Checkpoint) -> bool:
         """Records the checkpoint. False when the newest save at this path is recorded already."""
         fields = dump(checkpoint)
-        if self._records.put_new(Checkpoint.namespace, path, fields):
+        if self._records.put_new(Checkpoint.namespace, manifest.path, fields):
             return True
-        stored = self._records.get(Checkpoint.namespace, path)
-        if stored is not None and load(Checkpoint, stored).created >= checkpoint.created:
+        stored = self._records.get(Checkpoint.namespace, manifest.path)
+        if stored is not None and self._saved(load(Checkpoint, stored).prefix) >= _unix(manifest.created):
             return False
-        self._records.put(Checkpoint.namespace, path, fields)
+        self._records.put(Checkpoint.namespace, manifest.path, fields)
         return True
+
+    def _saved(self, prefix: str) -> float:
+        """The time in the manifest of a recorded checkpoint; -inf without a readable one. The record's own time is not
+        comparable: it is the state server's, and a manifest has that of its worker."""
+        try:
+            return _unix(Manifest.from_json(self._objects.read(f"{prefix}/{MANIFEST}")).created)
+        except (ValueError, TypeError, KeyError, AttributeError, NotFound):
+            return float("-inf")
 
     def _restore_run(
         self,

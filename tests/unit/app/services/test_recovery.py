@@ -182,9 +182,21 @@ def test_of_a_path_that_was_overwritten_since_the_backup_the_later_save_counts(i
     assert installation.prefix("old") == newer
 
 
+def test_the_later_save_counts_whatever_the_difference_between_a_workers_clock_and_the_state_servers(
+    installation: Installation,
+):
+    """A record has the state server's time, and a manifest the worker's."""
+    installation.set_back()
+    installation.write("weights/old", 7, 2)
+    installation.records.update(Checkpoint.namespace, path_of("old"), {"created": "4e9"})
+    newer = installation.write("weights/old", 20, 5)
+    assert installation.rebuild().checkpoints == [path_of("old")]
+    assert installation.prefix("old") == newer
+
+
 def test_a_save_made_since_the_state_server_was_set_back_is_not_replaced(installation: Installation):
     installation.set_back()
-    installation.records.update(Checkpoint.namespace, path_of("old"), {"created": "4e9"})
+    installation.write("weights/old", 7, 2, says={"created": "2026-01-02T00:00:00+00:00"})
     installation.write("weights/old", 20, 5)
     restored = installation.rebuild()
     assert (restored.set_back, restored.checkpoints) == ([MODEL], [])
