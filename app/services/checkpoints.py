@@ -40,7 +40,7 @@ from app.services.views import (
 )
 from app.signing import UrlSigner
 from app.stores.objects.base import ObjectStore
-from app.stores.objects.notes import note, remove_checkpoint
+from app.stores.objects.notes import expire_older, note, remove_checkpoint
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump
@@ -101,11 +101,12 @@ class CheckpointService:
         self._update(path, {"public": public})
 
     def delete(self, path: ids.TinkerPath, caller: Caller) -> None:
-        """Deletes a checkpoint: the record and the manifest first, so that no reader finds half a checkpoint. Raises
-        NotFound."""
+        """Deletes a checkpoint: the record and the manifest first, so that no reader finds half a checkpoint. Saves
+        that it replaced expire with it. Raises NotFound."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
         self._audit(caller, checkpoint, path, "checkpoint_delete", urgent=True)
         self._records.delete(Checkpoint.namespace, str(path))
+        expire_older(self._objects, checkpoint.prefix, self._records.now())
         remove_checkpoint(self._objects, checkpoint.prefix)
 
     def urls(self, path: ids.TinkerPath, caller: Caller) -> dict[str, Any]:

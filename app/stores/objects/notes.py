@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from app.domain.checkpoints import MANIFEST
+from app.domain.checkpoints import MANIFEST, CheckpointPrefix
 from app.stores.objects.base import ObjectStore
 
 Field = Literal["expires_at", "public"]
@@ -24,6 +24,15 @@ _PREFIX = "moves"
 def note(store: ObjectStore, prefix: str, field: Field, now: float, value: Any) -> None:
     """Stores a field's new value. `now` is a unix time in seconds; of several notes of a field the latest counts."""
     store.put_new(f"{prefix}/{_NAMES[field]}{int(now * 1e6):020d}.json", json.dumps({field: value}).encode())
+
+
+def expire_older(store: ObjectStore, prefix: str, now: float) -> None:
+    """Notes that the saves which the one at `prefix` replaced have expired, so that `tinsmith rebuild` restores none of
+    them. Their files stay for calls that load them."""
+    newest = CheckpointPrefix.parse(prefix)
+    for place in {CheckpointPrefix.parse(key) for key in store.list(f"{prefix.rpartition('/')[0]}/")}:
+        if place is not None and newest is not None and place < newest:
+            note(store, str(place), "expires_at", now, now)
 
 
 def has_note(keys: Iterable[str], field: Field) -> bool:

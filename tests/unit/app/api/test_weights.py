@@ -11,8 +11,10 @@ import pytest
 from tinker.types.checkpoints_list_response import CheckpointsListResponse
 from tinker.types.training_run import TrainingRun
 
+from app import ids
 from app.domain import ops
 from app.domain.records import Checkpoint
+from tests.unit.app.api.test_copies import delete, rebuilt, saved
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api
 
@@ -251,6 +253,21 @@ def test_a_deleted_checkpoint_is_gone_with_its_files(api: Api) -> None:
     assert api.client.delete(url, headers={"X-API-Key": api.key}).status_code == 200
     assert api.client.delete(url, headers={"X-API-Key": api.key}).status_code == 404
     assert api.services.objects.list("checkpoints/") == ["checkpoints/xy/other"]
+
+
+def test_no_overwritten_save_of_a_deleted_checkpoint_comes_back_into_an_emptied_state_server(
+    api: Api, state_url: str
+) -> None:
+    path = saved(api)
+    run = ids.TinkerPath.parse(path).model_id
+    for seq in (2, 3):
+        saved(api, run, seq)
+    delete(api, path)
+    older = {key.split("/")[-2] for key in api.services.objects.list(f"models/{run}/weights/a/")}
+    assert older == {"1-1", "2-1"}, "a call that loads an older save still finds it"
+    assert path not in rebuilt(api, state_url, emptied=True).checkpoints
+    saved(api, run, 4)
+    assert path in rebuilt(api, state_url, emptied=True).checkpoints
 
 
 def test_an_external_checkpoint_downloads_without_a_key(api: Api) -> None:
