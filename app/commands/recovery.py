@@ -86,8 +86,8 @@ def report(restored: Restored, accounts: int, refilled: int) -> Iterator[str]:
 
 
 def backup(options: Options, file: Path) -> int:
-    """Writes a backup to a new file that only its owner can read. Raises SetupError, or Unavailable when the store is
-    away."""
+    """Writes a backup to a new file that only its owner can read. Raises SetupError, also for a damaged object, or
+    Unavailable when the store is away."""
     settings = settings_of(options)
     if file.exists():
         raise SetupError(f"{file} already exists: name a new file")

@@ -18,6 +18,7 @@ from app.api.base import current_caller, needs, services
 from app.console import account, charts, login, playground, projects
 from app.console.failures import explain
 from app.domain.curves import Step, by_step, curves, steps
+from app.domain.limits import LONGEST_TTL_S
 from app.domain.progress import Progress
 from app.errors import BadRequest, NotFound, OpError, RequestError
 from app.ids import TinkerPath
@@ -35,6 +36,7 @@ _MOST_POINTS, _MOST_COLUMNS = 1000, 256
 _NEWEST_POINTS = 64
 _MOST_COMPARED = 8
 _DAY_S = 86_400
+_MOST_DAYS = LONGEST_TTL_S // _DAY_S
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -191,8 +193,8 @@ def publish() -> AnyResponse:
 def expire() -> AnyResponse:
     """Lets a checkpoint expire after some days, or never."""
     days = request.form.get("days")
-    if days is not None and not days.isdecimal():
-        raise BadRequest(f"{days[:80]!r} is no number of days: give a whole number")
+    if days is not None and not (days.isdecimal() and len(days) <= len(str(_MOST_DAYS))):
+        raise BadRequest(f"{days[:80]!r} is no number of days: give a whole number up to {_MOST_DAYS}")
     services().checkpoints.set_ttl(_path(), current_caller(), None if days is None else int(days) * _DAY_S)
     return _back()
 

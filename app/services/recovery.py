@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from app import ids
 from app.domain.checkpoints import MANIFEST, MODELS, OWNER, SNAPSHOT, CheckpointPrefix, Manifest
 from app.domain.records import Checkpoint, Model, Session
-from app.errors import BadRequest, NotFound
+from app.errors import BadRequest, NotFound, SetupError
 from app.stores.objects import accounts
 from app.stores.objects.base import ObjectStore, check_key
 from app.stores.objects.notes import has_note, read_moves, read_note
@@ -264,11 +264,17 @@ def _unix(moment: str) -> float:
 
 
 def backup_lines(objects: ObjectStore) -> Iterator[str]:
-    """The lines of a backup. Raises Unavailable while the store is away."""
+    """The lines of a backup. Raises Unavailable while the store is away, and SetupError for a damaged object."""
     yield json.dumps(_HEAD)
     keys = [key for root in ROOTS for key in objects.list(f"{root}/")]
     for key in keys:
-        yield json.dumps({"key": key, "content": objects.read(key).decode()})
+        try:
+            content = objects.read(key).decode()
+        except UnicodeDecodeError:
+            raise SetupError(
+                f"{key} in the object store is damaged: restore it from an earlier backup, or delete it"
+            ) from None
+        yield json.dumps({"key": key, "content": content})
     yield json.dumps({"objects": len(keys)})
 
 

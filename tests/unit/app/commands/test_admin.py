@@ -211,6 +211,16 @@ def test_a_damaged_backup_changes_nothing(tinsmith, client, valkey, tmp_path, ca
     assert not list((tmp_path / "objects").glob("[!.]*")) and client.dbsize() == 0
 
 
+def test_a_damaged_object_is_named_and_no_backup_is_made(tinsmith, valkey, tmp_path, capsys):
+    made(tinsmith)
+    damaged = next((tmp_path / "objects/accounts/users").rglob("*.json"))
+    damaged.write_bytes(b"\xff")
+    assert cli.main(["backup", str(tmp_path / "file"), "--data-dir", str(tmp_path), "--redis", valkey]) == 2
+    key = damaged.relative_to(tmp_path / "objects").as_posix()
+    assert capsys.readouterr().err.startswith(f"tinsmith: {key} in the object store is damaged")
+    assert not (tmp_path / "file").exists()
+
+
 def test_a_backup_never_replaces_a_file(tinsmith, valkey, tmp_path, capsys):
     made(tinsmith)
     file = tmp_path / "kept"
