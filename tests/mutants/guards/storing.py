@@ -15,6 +15,8 @@ _CHECKPOINTS = "tests/property/test_checkpoints.py"
 _SAVES = "tests/unit/workers/train/test_committer.py"
 _AHEAD = "tests/unit/workers/train/test_run_ahead.py"
 _ORPHANS = "tests/unit/workers/maintenance/test_orphans.py"
+_FOLDER = "tests/unit/app/stores/objects/test_folder.py"
+_COPIES = "tests/unit/app/api/test_copies.py"
 _UPLOADS = "tests/unit/app/api/test_uploads.py"
 _UPLOAD_STORAGE = "tests/unit/app/api/test_upload_storage.py"
 _TRANSFER = "tests/unit/workers/checkpoints/test_shm_transfer.py"
@@ -294,6 +296,57 @@ MUTANTS = (
         "if upload.is_expired(now):",
         "if False:",
         f"{_ORPHANS}::test_an_upload_goes_with_its_files_when_it_expires_and_not_before",
+    ),
+    Mutant(
+        "objects: a foreign file is no object",
+        "app/stores/objects/folder.py",
+        " and is_key(key))",
+        ")",
+        f"{_ORPHANS}::test_a_file_of_the_disk_among_the_files_of_an_orphan_does_not_keep_them",
+    ),
+    Mutant(
+        "orphans: one that cannot be removed",
+        "workers/maintenance/orphans.py",
+        "except Unavailable as error:",
+        "except NewerContent as error:",
+        f"{_ORPHANS}::test_an_orphan_that_cannot_be_removed_keeps_no_other",
+    ),
+    Mutant(
+        "folder store: a disk without hard links",
+        "app/stores/objects/folder.py",
+        "self._check_links(temporary)",
+        "pass",
+        f"{_FOLDER}::test_a_disk_without_hard_links_is_refused_at_the_start",
+    ),
+    Mutant(
+        "copies: files of a source that was overwritten",
+        "app/services/checkpoints.py",
+        "hashlib.sha256(source.prefix.encode())",
+        "hashlib.sha256()",
+        f"{_COPIES}::test_a_copy_that_broke_off_has_no_file_of_a_source_that_was_overwritten_since",
+    ),
+    Mutant(
+        "copies: every seq counts as committed",
+        "app/services/checkpoints.py",
+        '"applied": str(_LAST_SEQ)',
+        '"applied": "0"',
+        f"{_COPIES}::test_a_copy_that_broke_off_has_no_file_of_a_source_that_was_overwritten_since",
+    ),
+    Mutant(
+        "rebuild: times of two clocks",
+        "app/services/recovery.py",
+        "self._saved(load(Checkpoint, stored).prefix)",
+        "load(Checkpoint, stored).created",
+        "tests/unit/app/services/test_recovery.py::test_the_later_save_counts_whatever_the_difference_between_a_workers_"
+        "clock_and_the_state_servers",
+    ),
+    Mutant(
+        "delete: overwritten saves of a deleted checkpoint",
+        "app/services/checkpoints.py",
+        "        expire_older(self._objects, checkpoint.prefix, self._records.now())\n",
+        "",
+        "tests/unit/app/api/test_weights.py"
+        "::test_no_overwritten_save_of_a_deleted_checkpoint_comes_back_into_an_emptied_state_server",
     ),
     Mutant(
         "imports: files of an attempt that broke off are orphans",

@@ -17,6 +17,14 @@ _PROJECTS = "tests/unit/app/console/test_projects.py"
 _ADMINISTRATION = "app/services/tenants/administration.py"
 
 MUTANTS = (
+    Mutant(
+        "accounts: a key revoked while the object store was away",
+        "app/services/tenants/accounts.py",
+        "max(known or kept, kept,",
+        "max(kept, known or kept,",
+        "tests/unit/app/services/tenants/test_accounts.py"
+        "::test_while_the_object_store_is_away_a_key_can_be_revoked_and_nothing_be_made",
+    ),
     # Administration by callers.
     Mutant(
         "administration: of the own projects alone",
