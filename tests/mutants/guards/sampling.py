@@ -108,6 +108,15 @@ MUTANTS = (
         "tests/unit/workers/backends/sampling/vllm/test_vllm_setup.py"
         "::test_a_head_of_a_size_that_vllms_cpu_kernels_lack_is_refused",
     ),
+    Mutant(
+        "vllm: float32 under adapters is refused on a GPU",
+        "workers/backends/sampling/vllm/engine.py",
+        ' and engine_args["dtype"] == "float32"',
+        " and False",
+        "--confcutdir=tests/unit/workers/backends/sampling "
+        "tests/unit/workers/backends/sampling/vllm/test_vllm_setup.py"
+        "::test_float32_is_refused_on_a_gpu_where_adapters_are_served",
+    ),
     # Projects share a batch.
     Mutant(
         "batch: a project above its share gives rows up",

@@ -72,6 +72,7 @@ class VllmSampler:
         arguments = vllm_engine.engine_args(
             self._settings, info.max_context, str(dtype).removeprefix("torch."), full=self._full
         )
+        vllm_engine.check_dtype(self._settings, arguments)
         self._engine = self._start(arguments, packed.format_of(skeleton.config, self._settings.name))
         config = self._engine.engine.vllm_config
         self.batch = without_reserve(config.scheduler_config.max_num_seqs)

@@ -257,6 +257,18 @@ def check_head_sizes(settings: BaseModelSettings, skeleton: nn.Module) -> None:
         )
 
 
+def check_dtype(settings: BaseModelSettings, engine_args: dict[str, Any]) -> None:
+    """Raises UnservableModel for adapters on a float32 base on a GPU; vLLM 0.32 dies as it measures its memory there.
+
+    Its Triton kernels for adapters take 16-bit inputs alone, and that pass has adapters.
+    """
+    if torch.cuda.is_available() and engine_args.get("enable_lora") and engine_args["dtype"] == "float32":
+        raise UnservableModel(
+            f"base model {settings.name!r} has dtype float32, in which vLLM runs no adapters on a GPU: set dtype to "
+            "auto or bfloat16, or sampler.backend to transformers"
+        )
+
+
 def check_latent_attention(settings: BaseModelSettings, skeleton: nn.Module) -> None:
     """Raises UnservableModel for latent attention (DeepSeek, Kimi-Linear) on a CPU.
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
@@ -12,11 +13,13 @@ from pydantic import BaseModel, ValidationError, field_validator
 from app.domain.sampling import MAX_TOP
 from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings, SamplerSettings
+from tests.models import tiny_qwen3
 from tests.parity import architectures
 from workers.backends.sampling import vllm
 from workers.backends.sampling.vllm.backend import VllmSampler
 from workers.backends.sampling.vllm.engine import (
     _explained,
+    check_dtype,
     check_experts,
     check_head_sizes,
     check_install,
@@ -194,3 +197,28 @@ def test_such_a_model_ends_the_sampler_at_its_start(case: str, said: str, tmp_pa
     for full in (False, True):
         with pytest.raises(UnservableModel, match="has experts" if case == "deepseek-v3" and not full else said):
             VllmSampler(settings, full=full).open()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "full", "said"),
+    [
+        (True, "float32", False, r"'n' has dtype float32.* set dtype to auto or bfloat16, or sampler\.backend"),
+        (True, "float32", True, None),
+        (True, "bfloat16", False, None),
+        (False, "float32", False, None),
+    ],
+)
+def test_float32_is_refused_on_a_gpu_where_adapters_are_served(
+    gpu: bool, dtype: str, full: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    settings = BaseModelSettings(name="n", path="~/m")
+    with pytest.raises(UnservableModel, match=said) if said else nullcontext():
+        check_dtype(settings, engine_args(settings, 100, dtype, full=full))
+
+
+def test_a_sampler_in_float32_ends_at_its_start_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = BaseModelSettings(name="n", path=str(tiny_qwen3(tmp_path)), dtype="float32")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UnservableModel, match="'n' has dtype float32"):
+        VllmSampler(settings).open()
