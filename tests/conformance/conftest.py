@@ -20,7 +20,7 @@ def s3_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreSetti
 
 
 @pytest.fixture(scope="package")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def float32_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     from tests.conformance.samplers import make_reference
     from tests.models import tiny_qwen3
 
@@ -28,8 +28,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 @pytest.fixture(scope="package", params=["transformers", "vllm"])
-def sampler(request: pytest.FixtureRequest, reference: Reference) -> Iterator[SamplerBackend]:
+def sampler(request: pytest.FixtureRequest, float32_reference: Reference) -> Iterator[SamplerBackend]:
     from tests.conformance.samplers import opened
 
-    with opened(request.param, reference) as backend:
+    with opened(request.param, float32_reference) as backend:
         yield backend
+
+
+@pytest.fixture
+def reference(sampler: SamplerBackend, float32_reference: Reference) -> Reference:
+    """In the dtype of the sampler."""
+    return float32_reference.in_dtype(sampler.describe()["dtype"])

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from ops.gpu_check import suites
 from ops.gpu_check.suites import SUITES, Suite, run
+from tests.conformance.samplers import CONTEXT, PROMPTS, make_reference, settings_of
+from tests.models import tiny_qwen3
+from workers.backends.sampling.vllm.engine import check_dtype, engine_args
 
 ROOT = Path(__file__).parents[4]
 DEADLINE_S = 600
@@ -81,3 +85,32 @@ def test_the_suite_of_ranks_has_a_test_of_each_file_and_a_gpu_for_each_of_two_ra
     name, *_ = chosen.split()
     assert all(f"{name}(" in (ROOT / file).read_text() for file in files)
     assert SUITES["ranks"].gpus == 2
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm on two ranks"])
+@pytest.mark.parametrize(("gpu", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_the_suites_of_vllm_have_a_dtype_that_it_serves_adapters_in(
+    name: str, gpu: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    settings = settings_of(name, tmp_path)
+    assert settings.dtype == dtype
+    check_dtype(settings, engine_args(settings, CONTEXT, settings.dtype))
+
+
+def test_the_limits_of_bf16_tell_one_adapter_or_seed_from_another(tmp_path: Path) -> None:
+    exact = make_reference(tiny_qwen3(tmp_path))
+    rounded, prompt = exact.in_dtype("bfloat16"), PROMPTS[1]
+    tokens = np.array(exact.greedy("one", prompt, 12))
+    rounded.assert_greedy("one", prompt, tokens)
+    np.testing.assert_allclose(exact.logprobs("one", prompt), rounded.logprobs("one", prompt), atol=rounded.atol)
+    with pytest.raises(AssertionError):
+        rounded.assert_greedy("two", prompt, tokens)
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(exact.logprobs("one", prompt), rounded.logprobs("two", prompt), atol=rounded.atol)
+    wanted = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    rounded.assert_repeated([[1, 2, 3, 9], [5, 6, 7, 8]], wanted)
+    with pytest.raises(AssertionError):
+        rounded.assert_repeated([[1, 9, 3, 4], [5, 9, 7, 8]], wanted)
+    with pytest.raises(AssertionError):
+        exact.assert_repeated([[1, 2, 3, 9], [5, 6, 7, 8]], wanted)
