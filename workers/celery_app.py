@@ -10,14 +10,17 @@ from __future__ import annotations
 import logging
 import os
 import traceback
+from contextlib import ExitStack
 from typing import Any
 
 from celery import signals
 
 from app import dispatch, settings
 from app.errors import SetupError
+from workers.process import gpu_loads
 from workers.process.startup import refuse, uncollected
 
+_SAMPLES = ("sample.", "fullsample.")
 config = settings.from_environment()
 app = dispatch.celery_app(config)
 app.conf.include = ["workers.process.runtime"]
@@ -37,11 +40,20 @@ def _become(sender: Any, **_: Any) -> None:
 
     Celery swallows an exception that a signal handler raises. So every failure here must end the process here.
     """
+    queues = list(app.amqp.queues.consume_from)
+    samples = any(queue.startswith(_SAMPLES) for queue in queues)
     try:
-        with uncollected():
+        with uncollected(), ExitStack() as locks:
+            lock = gpu_loads.starting(config.handover_dir, gpu_loads.visible(os.environ), alone=samples)
+            # The imports take seconds. So of a sampler and a trainer that a stack starts together, the sampler is
+            # first: after the trainer, vLLM would measure its memory beside one that may compute already.
+            if samples:
+                locks.enter_context(lock)
             from workers.process import assembly
 
-            direct = assembly.start(config, app, sender.hostname, list(app.amqp.queues.consume_from))
+            if not samples:
+                locks.enter_context(lock)
+            direct = assembly.start(config, app, sender.hostname, queues)
     except SetupError as error:
         refuse(sender.hostname.partition("@")[0], error)
     except BaseException:

@@ -14,7 +14,7 @@ from app import malloc, settings
 from app.dispatch import sample_queue, train_queue
 from app.errors import SetupError
 from app.settings.gpus import for_each
-from workers.process import multinode
+from workers.process import gpu_loads, multinode
 from workers.process.startup import refuse, uncollected
 
 # A spin is a pause instruction, of some 140 cycles on current processors.
@@ -45,7 +45,7 @@ def run_trainer() -> None:
         if "RANK" not in os.environ:
             _start_ranks(everything, base.trainer, arguments.name, gpus)
         if os.environ.get("RANK", "0") != "0":
-            _follow(base, full=arguments.full)
+            _follow(everything, base, full=arguments.full)
         else:
             run_worker(train_queue(base.name, full=arguments.full), arguments.name, ["-P", "solo"])
         _end()
@@ -66,7 +66,7 @@ def _start_ranks(
         os.execv(sys.executable, [sys.executable, *launcher, "-m", "workers.trainer", *sys.argv[1:]])
 
 
-def _follow(base: settings.BaseModelSettings, *, full: bool) -> None:
+def _follow(everything: settings.Settings, base: settings.BaseModelSettings, *, full: bool) -> None:
     """Follows rank 0, which says when to stop; a signal to the whole group must not end this rank during a pass."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -74,7 +74,8 @@ def _follow(base: settings.BaseModelSettings, *, full: bool) -> None:
         from workers.backends.training.backends import create
 
         backend = create(base, full=full)
-        backend.open()
+        with gpu_loads.starting(everything.handover_dir, gpu_loads.visible(os.environ), alone=False):
+            backend.open()
     backend.follow()
 
 

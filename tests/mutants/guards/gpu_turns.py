@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 _TURNS = "workers/process/gpu_turns.py"
+_LOADS = "workers/process/gpu_loads.py"
+_OF_LOADS = "tests/unit/workers/process/test_gpu_loads.py"
 _OF_TURNS = "tests/unit/workers/process/test_gpu_turns.py"
 _IN_TURNS = "tests/unit/workers/process/test_sampler_in_turns.py"
 _SHARED = "tests/unit/workers/test_shared_gpus.py"
@@ -95,5 +97,20 @@ MUTANTS = (
         "not set(ours) <= set(theirs) or ",
         "",
         f"{_PLACEMENT}::test_a_sampler_that_sleeps_on_other_gpus_than_its_trainer_is_refused",
+    ),
+    Mutant(
+        "gpu loads: a sampler starts alone on its GPUs",
+        _LOADS,
+        "fcntl.LOCK_EX if alone else fcntl.LOCK_SH",
+        "fcntl.LOCK_SH",
+        f"{_OF_LOADS}::test_workers_on_a_gpu_with_a_sampler_start_one_after_another",
+    ),
+    Mutant(
+        "gpu loads: a worker that waits for a GPU holds no other one",
+        _LOADS,
+        "fcntl.flock(each, fcntl.LOCK_UN)",
+        "pass",
+        f"{_OF_LOADS}::test_a_sampler_that_waits_for_one_gpu_says_so_and_keeps_nobody_from_another",
+        slow=True,
     ),
 )

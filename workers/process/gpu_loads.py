@@ -1,0 +1,81 @@
+"""Locks of the GPUs on which a worker starts: a sampler starts alone, and trainers start beside each other.
+
+vLLM compares the GPU's free memory at its start with that after a trial pass, and takes the difference for its own. So
+another worker that moves its base model there meanwhile leaves it a smaller cache, or none: then vLLM does not start.
+
+A lock is a `flock` on a file for each GPU, in a folder that all workers of a machine see. The kernel frees it when the
+process dies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from app.stack.placement import NVIDIA_GPUS, torch_is_for_cpus
+
+log = logging.getLogger(__name__)
+_POLL_S = 0.1
+
+
+@contextmanager
+def starting(folder: Path, gpus: Sequence[str], *, alone: bool) -> Iterator[None]:
+    """Waits until no other process that is `alone` starts on one of the GPUs; if this one is, until none at all does.
+
+    A worker whose files cannot be opened starts without locks, and logs a warning.
+    """
+    kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+    with ExitStack() as closed_at_end:
+        files = _opened(folder, gpus)
+        for file in files:
+            closed_at_end.callback(os.close, file)
+        if not _locked(files, kind):
+            log.info("waiting for another worker, which starts on the same GPU")
+            while not _locked(files, kind):
+                time.sleep(_POLL_S)
+        yield
+
+
+def visible(environ: Mapping[str, str], driver: Path = NVIDIA_GPUS) -> list[str]:
+    """Returns the PCI addresses of the GPUs that a process sees: their numbers differ between containers.
+
+    A GPU that CUDA_VISIBLE_DEVICES gives by its UUID has this name. None beside a CPU build of torch.
+    """
+    if torch_is_for_cpus():
+        return []
+    addresses = sorted(folder.name for folder in driver.glob("*"))
+    if (listed := environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return addresses
+    by_number = {str(number): address for number, address in enumerate(addresses)}
+    return [by_number.get(name, name) for name in map(str.strip, listed.split(",")) if name]
+
+
+def _opened(folder: Path, gpus: Sequence[str]) -> list[int]:
+    files: list[int] = []
+    try:
+        for gpu in gpus:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.stat().st_uid != os.getuid():  # who could hold the locks for ever
+                raise PermissionError(f"{folder} belongs to another user")
+            file = folder / f"{gpu.replace('/', ',')}.start"
+            files.append(os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        log.warning("a worker may start on the same GPU meanwhile, and leave vLLM less memory: %s", error)
+    return files
+
+
+def _locked(files: Sequence[int], kind: int) -> bool:
+    """Locks all files, or none: a process that waits for a GPU holds no other one."""
+    for file in files:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            for each in files:
+                fcntl.flock(each, fcntl.LOCK_UN)
+            return False
+    return True
