@@ -36,10 +36,10 @@ _B_STD = 0.01
 Samples = dict[str, list[float]]
 
 
-def requests(vocab_size: int) -> list[SampleRequest]:
-    """Requests of TOKENS tokens each, whatever is sampled."""
+def requests(vocab_size: int, tokens: int = TOKENS) -> list[SampleRequest]:
+    """Requests of so many tokens each, whatever is sampled."""
     rows = batches.random_tokens(PROMPTS, _PROMPT_TOKENS, vocab_size)
-    return [SampleRequest(row, SAMPLES, TOKENS, seed, ignore_eos=True) for seed, row in enumerate(rows)]
+    return [SampleRequest(row, SAMPLES, tokens, seed, ignore_eos=True) for seed, row in enumerate(rows)]
 
 
 def write_adapters(path: str, folder: Path) -> dict[str, Path]:

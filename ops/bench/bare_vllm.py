@@ -1,6 +1,7 @@
 """vLLM's own offline `LLM.generate`, with the engine arguments that the Tinsmith sampler gives it.
 
-`python -m ops.bench.bare_vllm BASE_MODEL_JSON` is the side that measures. The adapter comes from bare_sampler.py.
+`python -m ops.bench.bare_vllm BASE_MODEL_JSON TOKENS` is the side that measures, with so many tokens a sample. The
+adapter comes from bare_sampler.py.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def prepare() -> Callable[[int], Samples]:
     engine = LLM(**vllm_engine.engine_args(settings, config.max_position_embeddings, settings.dtype))
     folder = Path(tempfile.mkdtemp(prefix="tinsmith-bench-"))
     adapter = LoRARequest("a0", 1, str(write_adapters(settings.path, folder)["a0"]))
-    asked = requests(config.vocab_size)
+    asked = requests(config.vocab_size, int(sys.argv[2]))
     prompts: list[Any] = [{"prompt_token_ids": request.prompt.tolist()} for request in asked]
     calls = {
         "four each": partial(_generate_ms, engine, prompts, adapter, asked[0].num_samples, asked[0].max_tokens),

@@ -58,12 +58,13 @@ class Side:
 
 
 @contextmanager
-def running(module: str, argument: str, log: Path) -> Iterator[Side]:
-    """Starts `python -m module argument` and yields when it is ready. It ends with the block, or with this process."""
+def running(module: str, argument: str, log: Path, *further: str) -> Iterator[Side]:
+    """Starts `python -m module argument *further` and yields when it is ready. It ends with the block, or with this
+    process."""
     parent = os.getpid()
     with log.open("wb") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, argument],
+            [sys.executable, "-m", module, argument, *further],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -1,0 +1,60 @@
+"""The bench of sampling measures the samplers' steps, and not the calls of the client."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from app.settings import BaseModelSettings
+from ops.bench import sampling, side
+from ops.bench.bare_sampler import requests
+from ops.bench.report import Outcome
+from ops.gpu_check import serving
+
+
+@pytest.mark.parametrize(("gpu", "tokens"), [(True, 1024), (False, 64)])
+def test_a_gpu_draws_a_thousand_tokens_a_sample(gpu: bool, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    given: list[int] = []
+
+    def measured(folder: Path, base: BaseModelSettings, rounds: int, tokens: int) -> Outcome:
+        given.append(tokens)
+        return Outcome({}, ())
+
+    monkeypatch.setattr(sampling, "measured", measured)
+    serving.BENCHES["sampling"](Path(), BaseModelSettings(name="n", path="~/m"))
+    assert given == [tokens]
+    assert {request.max_tokens for request in requests(100, tokens)} == {tokens}
+
+
+def test_both_sides_draw_as_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bare side has them as an argument, and the SDK's side as a parameter of its samples."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    given: list[Any] = []
+
+    @contextmanager
+    def running(*arguments: Any) -> Any:
+        given.append(arguments[-1])
+        yield SimpleNamespace(measure=lambda count: {"four each": [2.0], "single": [2.0]})
+
+    def sample(prompt: Any, count: int, params: Any) -> Any:
+        given.append(str(params.max_tokens))
+        sequences = [SimpleNamespace(tokens=[0] * params.max_tokens)] * count
+        return SimpleNamespace(result=lambda: SimpleNamespace(sequences=sequences))
+
+    @contextmanager
+    def nothing(*_: Any, **__: Any) -> Any:
+        yield SimpleNamespace(url="")
+
+    monkeypatch.setattr(side, "running", running)
+    monkeypatch.setattr(sampling.servers, "running_stack", nothing)
+    monkeypatch.setattr(sampling.tinker, "ServiceClient", nothing)
+    monkeypatch.setattr(sampling, "_sampling_client", lambda *_: SimpleNamespace(sample=sample))
+    base = BaseModelSettings(name="n", path=str(tmp_path))
+    figures = sampling.measured(tmp_path, base, 1, 1024).figures
+    assert {*given} == {"1024"} and figures["tokens"] == 64 * 1024
