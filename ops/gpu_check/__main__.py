@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             outcome = Outcome(figures, tuple(goals(figures)))
             report.write(arguments.out, "gpu", outcome, surroundings)
     print(f"on {device.get('name')}, {machine.kind()}")
+    if "mfu" in device:
+        print(f"MFU: {device['mfu']}")
     print(report.table({"gpu": outcome}))
     return 0 if outcome.met else 1
 

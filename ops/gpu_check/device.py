@@ -10,8 +10,16 @@ import torch
 from ops.bench import timing
 
 _ROUNDS = 5
-# Dense bf16 FLOP/s of NVIDIA's datasheets, by torch's name of the device.
-_PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
+# Dense bf16 FLOP/s of NVIDIA's datasheets, by torch's name of the device: half of the figure with sparsity, where only
+# that is given (H100 PCIe 1,513 TFLOPS, H100 NVL 1,671, HGX B200 4,500).
+_PEAKS = {
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
 
 
 def device() -> torch.device:
@@ -36,8 +44,15 @@ def facts() -> dict[str, Any]:
         "capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
         "product_flops": _product_flops(8192),
-        "datasheet_flops": _PEAKS.get(properties.name),
+        **datasheet(properties.name),
     }
+
+
+def datasheet(name: str) -> dict[str, Any]:
+    """The datasheet's FLOP/s of a GPU; for one that is not listed, the reason why its MFU is unknown."""
+    if name in _PEAKS:
+        return {"datasheet_flops": _PEAKS[name]}
+    return {"datasheet_flops": None, "mfu": f"unknown: _PEAKS in ops/gpu_check/device.py has no {name!r}; add its peak"}
 
 
 def _product_flops(width: int) -> float:

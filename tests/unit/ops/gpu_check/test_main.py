@@ -13,6 +13,7 @@ import pytest
 from ops.gpu_check import __main__ as check
 from ops.gpu_check import shapes, suites, training
 from ops.gpu_check.__main__ import _lines, _parse, _parts, _served, _trained, goals
+from ops.gpu_check.device import datasheet
 
 DEADLINE_S = 600
 
@@ -100,3 +101,17 @@ def test_a_side_that_crashes_keeps_its_batches_and_says_how_it_ended(tmp_path: P
 def test_a_batch_that_failed_and_a_device_without_a_datasheet_have_no_goal() -> None:
     sides = {"tinsmith": {"8k": {"failed": "out of memory"}}, "peft": steps({"8k": 5.0})}
     assert list(goals({"device": {"datasheet_flops": None}, "8B": sides})) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("NVIDIA H100 NVL", ""), ("NVIDIA X9", "MFU: unknown: _PEAKS in ops/gpu_check/device.py has no")]
+)
+def test_the_mfu_of_a_gpu_that_is_not_listed_is_unknown_with_the_reason(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = {"name": name, **datasheet(name)}
+    assert ("mfu" in facts) == (facts["datasheet_flops"] is None) == bool(said)
+    monkeypatch.setattr(check, "_lines", lambda *_, seconds: [facts])
+    assert check.main(["--suites", "--sizes", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert said in printed and ("MFU" in printed) == bool(said)
