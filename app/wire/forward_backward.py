@@ -309,7 +309,8 @@ def _csr(csr: pb.SparseCsr, dtype: np.dtype, what: str) -> tuple[np.ndarray, np.
 
 def _check_csr(values: np.ndarray, starts: np.ndarray, columns: np.ndarray, shape: Sequence[int], what: str) -> None:
     rows, width = shape
-    if len(starts) != rows + 1 or starts[0] != 0 or starts[-1] != len(values) or (np.diff(starts) < 0).any():
+    falls = (starts[1:] < starts[:-1]).any()  # the differences of any int64 may wrap around
+    if len(starts) != rows + 1 or starts[0] != 0 or starts[-1] != len(values) or falls:
         raise BadRequest(f"{what}: crow_indices must be {rows + 1} numbers that rise from 0 to {len(values)}")
     if len(columns) != len(values) or ((columns < 0) | (columns >= width)).any():
         raise BadRequest(f"{what}: col_indices must be {len(values)} numbers in 0..{width - 1}")

@@ -140,6 +140,7 @@ MALFORMED = {
     "negative column": (csr([1], [0, 1], [-1], [1, 5]), "0..4"),
     "rows missing": (csr([1], [0, 1], [0], [2, 5]), "must be 3 numbers"),
     "falling rows": (csr([1, 2], [0, 2, 1, 2], [0, 1], [3, 5]), "rise"),
+    "rows that fall by more than int64 holds": (csr([], [0, 2**63 - 1, -(2**63), -1, 0], [], [4, 1]), "rise"),
     "values missing": (csr([1], [0, 2], [0, 1], [1, 5]), "rise"),
 }
 
