@@ -31,9 +31,9 @@ FindLoss = Callable[[str], CustomLoss]
 """Returns the custom loss with a loss_id. Raises BadRequest when the caller has no loss with this id."""
 _INT32 = np.dtype("<i4")
 
-MAX_SPARSE_ELEMENTS = 2**22
-"""Most elements of the sparse tensors of one column when dense: 32 MiB of int64. A few bytes of CSR can name any
-shape."""
+MAX_SPARSE_ELEMENTS = 2**23
+"""Most elements of all sparse tensors of a call when dense: 64 MiB of int64, the most that a body may bring by default.
+A few bytes of CSR can name any shape."""
 MAX_RANK = 8
 """Most dimensions of a tensor; the losses use at most two. The product of very many sizes would take very long."""
 _MAX_ELEMENTS = 2**48
@@ -127,6 +127,7 @@ def build_op(
     integers.
     """
     names = [name for name in head.taken if any(name in datum for datum in inputs)]
+    _check_dense_size(names, inputs)
     made = {name: _column(name, inputs, head.custom) for name in names}
     batch = Batch(Ragged.of(tokens, np.int32), made, images)
     return ForwardBackward(batch, head.loss_fn, head.config, head.forward_only, head.custom)
@@ -136,7 +137,6 @@ def _column(name: str, inputs: Sequence[Mapping[str, pb.Tensor]], custom: Custom
     missing = next((i for i, datum in enumerate(inputs) if name not in datum), None)
     if missing is not None:
         raise BadRequest(f"datum {missing}: {name} is missing, while other datums have it")
-    check_unfolded([datum[name] for datum in inputs], name)
     arrays = [to_array(datum[name], f"datum {i}: {name}") for i, datum in enumerate(inputs)]
     if name == "target_tokens":
         return _targets(arrays)
@@ -229,12 +229,16 @@ def buffer(data: bytes, dtype: np.dtype, what: str) -> np.ndarray:
     return np.frombuffer(data, dtype=dtype)
 
 
-def check_unfolded(column: Sequence[pb.Tensor], name: str) -> None:
-    """Raises BadRequest when the sparse tensors of a column would be too large as dense tensors."""
-    sparse = (tensor for tensor in column if tensor.WhichOneof("encoding") == "sparse_csr")
-    total = sum(prod(max(0, size) for size in _shape(tensor, name)) for tensor in sparse)
+def _check_dense_size(names: Sequence[str], inputs: Sequence[Mapping[str, pb.Tensor]]) -> None:
+    """Raises BadRequest when the sparse tensors of a call would be too large as dense tensors."""
+    given = ((name, datum[name]) for datum in inputs for name in names if name in datum)
+    sparse = ((name, tensor) for name, tensor in given if tensor.WhichOneof("encoding") == "sparse_csr")
+    total = sum(prod(max(0, size) for size in _shape(tensor, name)) for name, tensor in sparse)
     if total > MAX_SPARSE_ELEMENTS:
-        raise BadRequest(f"{name}: has {total} elements as dense tensors; at most {MAX_SPARSE_ELEMENTS} are allowed")
+        raise BadRequest(
+            f"the sparse tensors of the call have {total} elements as dense tensors; at most {MAX_SPARSE_ELEMENTS} are "
+            "allowed: send fewer datums in one call"
+        )
 
 
 def to_array(tensor: pb.Tensor, what: str) -> np.ndarray:

@@ -29,6 +29,7 @@ from tests.unit.app.conftest import SHAPES, batch
 MOST_MIB, LEFT_MIB = 64, 8
 _BODY = 16 * 2**20
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
+MATRICES = [f"matrix_{i}" for i in range(15)]
 PLAIN: Mapping[str, str] = {}
 ZSTD, GZIP = {"Content-Encoding": "zstd"}, {"Content-Encoding": "gzip"}
 # The content's size in the head of a zstd frame, and an empty last block.
@@ -64,6 +65,18 @@ class Server:
         session = self.post("create_session", b"{}")[1]["session_id"]
         asked = {"session_id": session, "model_seq_id": 0, "base_model": BASE}
         return self.post("create_model", json.dumps(asked).encode())[1]["model_id"]
+
+    def custom_loss(self) -> str:
+        """The id of a custom loss that takes MATRICES."""
+        inputs = [{"name": "logprobs", "rank": 1}, *({"name": name, "rank": 2} for name in MATRICES)]
+        nodes = [{"op": "placeholder", "name": each["name"], "target": each["name"]} for each in inputs]
+        nodes.append({"op": "call_method", "name": "total", "target": "sum", "args": [{"ref": "logprobs"}]})
+        nodes.append({"op": "output", "name": "output", "target": "output", "args": [[{"ref": "total"}, {"dict": {}}]]})
+        session = self.post("create_session", b"{}")[1]["session_id"]
+        asked = {"session_id": session, "custom_loss_seq_id": 1, "name": "sum", "inputs": inputs}
+        graph = {"format": 1, "nodes": nodes}
+        promised = self.post("create_custom_loss", json.dumps({**asked, "graph": graph}).encode())[1]
+        return self.post("retrieve_future", json.dumps({"request_id": promised["request_id"]}).encode())[1]["loss_id"]
 
     def peak_mib(self) -> float:
         """Peak memory of the process, in MiB."""
@@ -103,6 +116,17 @@ def with_images(model: str, count: int, side: int, tokens: int) -> bytes:
     image = message.data[0].model_input.add().image
     image.data, image.format, image.expected_tokens = pictures.stated(side, side), "png", tokens
     message.data[0].model_input.extend([message.data[0].model_input[1]] * (count - 1))
+    return message.SerializeToString()
+
+
+def unfolding(model: str, loss_id: str) -> bytes:
+    """A batch of one token for the custom loss: 15 matrices without values, of 32 MiB each when dense."""
+    message = batch(model, 1, tokens=[1], loss_fn="custom", target_tokens=[2])
+    message.loss_fn_config_v2["loss_id"].text = loss_id
+    for name in MATRICES:
+        tensor = message.data[0].loss_fn_inputs[name]
+        tensor.dtype, tensor.sparse_csr.crow_indices = 2, bytes(16)
+        tensor.shape.extend([1, 2**22])
     return message.SerializeToString()
 
 
@@ -164,6 +188,7 @@ def test_no_bomb_goes_off(server: Server) -> None:
     made = bombs(model)
     # The first batch loads code; only the bomb's own memory is measured.
     assert server.post("forward_backward", batch(model, 2).SerializeToString(), PROTOBUF)[0] == 200
+    made["15 sparse matrices of 32 MiB"] = ("forward_backward", unfolding(model, server.custom_loss()), PROTOBUF, PLAIN)
     before, used = server.peak_mib(), server.used_mib()
     answers = {name: server.post(route, body, *rest) for name, (route, body, *rest) in made.items()}
     answers["chunks without end"] = server.post("asample", endless())

@@ -157,10 +157,21 @@ def test_a_few_bytes_of_csr_cannot_unfold_to_gigabytes() -> None:
     for _ in range(10):
         added = request.data.add()
         added.loss_fn_inputs["target_tokens"].CopyFrom(csr([], [0, 0], [], [1, 2**24]))
-    with pytest.raises(BadRequest, match="target_tokens: has 167772160 elements"):
+    with pytest.raises(BadRequest, match="sparse tensors of the call have 167772160 elements"):
         decode(request.SerializeToString())
     request.data[0].loss_fn_inputs["target_tokens"].shape.extend([2**31] * 10**6)
     with pytest.raises(BadRequest, match="target_tokens: the shape has 1000002 dimensions"):
+        decode(request.SerializeToString())
+
+
+def test_the_columns_of_a_call_share_the_limit_of_sparse_tensors() -> None:
+    request = pb.ForwardBackwardRequest(loss_fn="cross_entropy")
+    inputs = request.data.add().loss_fn_inputs
+    inputs["target_tokens"].CopyFrom(csr([], [0, 0], [], [1, 2**22]))
+    inputs["weights"].CopyFrom(csr([], [0, 0], [], [1, 2**22]))
+    assert decode(request.SerializeToString()).batch.inputs["weights"].shapes == ((1, 2**22),)
+    inputs["weights"].shape[1] += 1
+    with pytest.raises(BadRequest, match="have 8388609 elements"):
         decode(request.SerializeToString())
 
 
