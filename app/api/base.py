@@ -27,7 +27,7 @@ from app.stores.redis.types import Future
 from app.suspension import SUSPENSION, Suspension
 from app.telemetry import REQUEST_SECONDS
 from app.tracing import requests as traced
-from app.wire.bodies import check_parts, parse_json, unpack
+from app.wire.bodies import ByteBudget, check_parts, parse_json, unpack
 
 EXTENSION = "tinsmith"
 View = TypeVar("View", bound=Callable[..., Any])
@@ -39,8 +39,12 @@ MAX_SEQ = 2**31 - 1
 MAX_METADATA_BYTES = 16 * 1024
 """Largest user_metadata of a session, model or checkpoint, as JSON. It is part of the record and is read with it."""
 MOST = 1000
+UNPACKED_AT_ONCE = 8
+"""The number of the largest bodies (api.max_body_bytes) that a process holds unpacked at the same time. A few KB of
+zstd become so many bytes, and a parsed batch takes a multiple of them."""
 _SMALL_VALUES = 2**15
 """Most JSON values in a body without a batch or a prompt. Schemas take 5 us for each."""
+_unpacked = ByteBudget()
 _IN_PATH = re.compile(r"<(?:\w+:)?(\w+)>")
 
 
@@ -209,10 +213,18 @@ def large(view: AnyView) -> AnyView:
 
 
 def content() -> bytes:
-    """The body, unpacked. Raises BadRequest or TooLarge, or 413 when it is over the route's limit."""
+    """The body, unpacked. Raises BadRequest or TooLarge, or 413 when it is over the route's limit. Raises Unavailable
+    while other views hold too many unpacked bytes."""
     most = request.max_content_length
     assert most is not None
-    return unpack(request.get_data(), request.headers.get("Content-Encoding", ""), most)
+    return unpack(request.get_data(), request.headers.get("Content-Encoding", ""), most, _take_unpacked)
+
+
+def _take_unpacked(size: int) -> None:
+    """Counts the unpacked bytes of a large body until its view ends. A body that is read again counts once."""
+    if g.get("is_large") and not g.unpacked:
+        _unpacked.take(size, UNPACKED_AT_ONCE * _settings().api.max_body_bytes)
+        g.unpacked = size
 
 
 def batch_content() -> bytes:
@@ -227,8 +239,11 @@ def _limited(size: Callable[[], int], *, is_large: bool = False) -> Callable[[An
         @wraps(view)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             request.max_content_length = size()
-            g.is_large = is_large
-            return view(*args, **kwargs)
+            g.is_large, g.unpacked = is_large, 0
+            try:
+                return view(*args, **kwargs)
+            finally:
+                _unpacked.give_back(g.unpacked)
 
         return wrapped
 

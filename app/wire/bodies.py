@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import zstandard
 
 from app.domain.ops import Batch, ForwardBackward
-from app.errors import BadRequest, TooLarge
+from app.errors import BadRequest, TooLarge, Unavailable
 from app.settings import LimitSettings
 from app.wire import tinker_pb2 as pb
 from app.wire.forward_backward import BatchHeader, Envelope, FindLoss, build_op
@@ -57,10 +58,31 @@ _DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64}
 _NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
 
 
-def unpack(body: bytes, encoding: str, most: int) -> bytes:
-    """Removes the Content-Encoding of a body: none, or zstd in one frame. Never holds more than `most` unpacked bytes.
+class ByteBudget:
+    """The number of bytes that all threads of a process hold of one kind."""
 
-    Raises TooLarge for more bytes than that, BadRequest for any other encoding or a broken frame.
+    def __init__(self) -> None:
+        self._held = 0
+        self._lock = threading.Lock()
+
+    def take(self, size: int, most: int) -> None:
+        """Adds bytes. Raises Unavailable where all threads would hold more than `most`."""
+        with self._lock:
+            if self._held + size > most:
+                raise Unavailable("the server unpacks many large bodies at present; try again soon")
+            self._held += size
+
+    def give_back(self, size: int) -> None:
+        with self._lock:
+            self._held -= size
+
+
+def unpack(body: bytes, encoding: str, most: int, take: Callable[[int], None] | None = None) -> bytes:
+    """Removes the Content-Encoding of a body: none, or zstd in one frame. Never holds more than `most` unpacked bytes,
+    and calls `take` with their number before they take memory.
+
+    Raises TooLarge for more bytes than that, BadRequest for any other encoding or a broken frame, and the errors of
+    `take`.
     """
     if encoding in ("", "identity"):
         return body
@@ -76,6 +98,8 @@ def unpack(body: bytes, encoding: str, most: int) -> bytes:
             raise TooLarge(
                 f"the body has at least {size} bytes when unpacked; at most {most} are allowed: send less in one call"
             )
+        if take:
+            take(size)
         if said > 0:
             return unpacker.decompress(body, allow_extra_data=False)
         return _whole(unpacker, body)

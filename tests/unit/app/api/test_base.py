@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,9 +12,11 @@ from flask import Flask
 from werkzeug.test import TestResponse
 
 from app import create_app
-from app.api.base import EXTENSION
+from app.api.base import EXTENSION, UNPACKED_AT_ONCE
+from app.services.training import TrainingService
 from app.settings import LimitSettings, Settings
 from app.stores.redis.client import connect
+from tests.protobuf_bytes import field
 from tests.unit.app.api.test_sampling import body as sample
 from tests.unit.app.conftest import Api, add_worker, batch
 
@@ -71,6 +76,48 @@ def test_a_fault_in_a_compressed_batch_consumes_its_seq_and_half_of_one_does_not
     answer = packed(api, "forward_backward", whole)
     assert (answer.status_code, "token 1000000" in answer.json["detail"]) == (400, True)
     assert api.ops(model) == [0, 1]
+
+
+def test_more_unpacked_bodies_than_a_process_may_hold_are_refused_until_others_have_ended(
+    api: Api, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = batch(api.model(), 1).SerializeToString()
+    largest = _largest(message, settings)
+    admit, held, begun, may_end = TrainingService.forward_backward, [], threading.Semaphore(0), threading.Event()
+
+    def wait(*args: Any) -> Any:
+        held.append(args)
+        begun.release()
+        may_end.wait(60)
+        return admit(*args)
+
+    monkeypatch.setattr(TrainingService, "forward_backward", wait)
+    ask = partial(packed, api, "forward_backward", largest)
+    with ThreadPoolExecutor(UNPACKED_AT_ONCE) as pool:
+        calls = [pool.submit(ask) for _ in range(UNPACKED_AT_ONCE)]
+        try:
+            assert all(begun.acquire(timeout=60) for _ in calls)
+            others = [ask() for _ in range(3)]
+            plain = packed(api, "create_session", zstandard.compress(b"{}"), JSON)
+        finally:
+            may_end.set()
+    assert [(answer.status_code, answer.headers.get("Retry-After")) for answer in others] == [(503, "5")] * 3
+    assert (plain.status_code, len(held)) == (200, UNPACKED_AT_ONCE)
+    assert {call.result().status_code for call in calls} == {200}
+    assert ask().status_code == 200, "ended calls hold nothing"
+
+
+def test_a_body_that_is_read_again_to_consume_its_seq_is_counted_once(api: Api, settings: Settings) -> None:
+    model, calls = api.model(), 2 * UNPACKED_AT_ONCE
+    for seq in range(1, calls + 1):
+        wrong = batch(model, seq, tokens=[10**6]).SerializeToString()
+        assert packed(api, "forward_backward", _largest(wrong, settings)).status_code == 400
+    assert api.ops(model) == list(range(calls + 1))
+
+
+def _largest(message: bytes, settings: Settings) -> bytes:
+    """The message with an unknown field, packed: unpacked it is one byte smaller than the largest body."""
+    return zstandard.compress(message + field(100, bytes(settings.api.max_body_bytes - len(message) - 6)))
 
 
 def test_only_a_call_with_a_batch_or_a_prompt_may_be_large(near: Api) -> None:
