@@ -28,7 +28,7 @@ from gunicorn.workers.gthread import TConn, ThreadWorker
 
 from app.errors import RequestTimeout
 from app.suspension import SUSPENSION, Ends, Suspension
-from app.thread_pool import WAITS_S, ThreadPool
+from app.thread_pool import WAITS_S, Sender, Sends, ThreadPool
 
 log = logging.getLogger(__name__)
 ARRIVING = 2048
@@ -171,6 +171,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         # Also requests that were resumed earlier.
         self._deadlines: list[tuple[float, int, Request]] = []
         self._ends = Ends()
+        self._sends = Sends()
         self._woken, self._expired = deque[Request](), deque[Request]()
         self._resumed = 0
         self._expire_at = 0.0
@@ -238,7 +239,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def murder_pending(self) -> None:
         """Closes the connections whose time is over, and resumes such requests; gunicorn calls it after every event. A
-        stopping worker also closes those that have sent nothing, and resumes all requests."""
+        stopping worker also closes those that have sent nothing, and resumes all requests. Where calls have no thread,
+        clients that read slowly lose theirs."""
         if self.tpool.is_behind:
             self.tpool.start_more()
         now = time.monotonic()
@@ -253,6 +255,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]
                     self._drop(arrival)
         for request in () if self.alive else list(self._suspended):
             self._resume(request)
+        if ended := self._sends.end_slowest(self.tpool.lacking):
+            log.info("closed the connections of %d clients that read slowly: calls had no thread", ended)
 
     def _keepalive_after(self, conn: TConn, keepalive: bool) -> bool:
         with contextlib.suppress(RequestTimeout):
@@ -303,6 +307,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def _call(self, application: Application, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         """Calls the application. Its answer does not count if it suspended the request."""
+        response = start_response.__self__  # gunicorn's, which knows the socket only to send
+        response.sock = Sender(response.sock, self._sends)
         request = self._requests.get(environ["gunicorn.socket"])
         if request is None:
             return application(environ, start_response)

@@ -1,4 +1,4 @@
-"""A pool with few busy threads, and with more where calls wait.
+"""A pool with few busy threads, and with more where calls wait; and the means to take threads back from slow clients.
 
 A thread that computes needs Python's global lock again after each of its system calls. With a thread for each of 32
 reads at a time, one read took some 30 switches between threads, and with four threads some 5.
@@ -6,9 +6,11 @@ reads at a time, one read took some 30 switches between threads, and with four t
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
@@ -17,6 +19,10 @@ MOST_BUSY = 4
 """Most threads whose call has taken less than WAITS_S. They take the calls in their order."""
 WAITS_S = 0.01
 """A call that takes longer is taken to wait for a client, a store or a result."""
+# A client that reads at once may also wait for its own network for some time.
+_SLOW_S = 1.0
+# A waiting response counts what it has sent after each piece.
+_PIECE_BYTES = 64 * 1024
 
 
 class ThreadPool:
@@ -36,6 +42,11 @@ class ThreadPool:
     def is_behind(self) -> bool:
         """True if a call has no thread yet."""
         return not self._calls.empty()
+
+    @property
+    def lacking(self) -> int:
+        """The number of calls without a thread, once the pool can start no more threads."""
+        return self._calls.qsize() if len(self._threads) >= self._most else 0
 
     def submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
         """Runs a call once it has a thread."""
@@ -87,6 +98,67 @@ class ThreadPool:
                 self._waiting.discard(me)
                 if ends := self._busy > MOST_BUSY:
                     self._threads.discard(me)
+
+
+class Sends:
+    """The responses that wait for their clients to read, each in a thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting = set[Sender]()
+
+    @contextlib.contextmanager
+    def waiting(self, sender: Sender) -> Iterator[None]:
+        """The time in which a response waits."""
+        began = time.monotonic()
+        with self._lock:
+            sender.began = began
+            self._waiting.add(sender)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.discard(sender)
+                sender.waited += time.monotonic() - began
+
+    def end_slowest(self, most: int) -> int:
+        """Closes up to `most` connections that have waited for a second in all, first those that read the fewest bytes
+        a second. Returns their number."""
+        now = time.monotonic()
+        with self._lock:  # a connection that waits is open: its thread closes it later
+            slow = [sender for sender in self._waiting if sender.seconds(now) >= _SLOW_S]
+            ended = sorted(slow, key=lambda sender: sender.sent / sender.seconds(now))[:most]
+            for sender in ended:
+                self._waiting.discard(sender)
+                with contextlib.suppress(OSError):  # the client may have gone
+                    sender.sock.shutdown(socket.SHUT_RDWR)
+        return len(ended)
+
+
+class Sender:
+    """Sends a response in the place of its socket. Time without anything to send is not waiting."""
+
+    def __init__(self, sock: socket.socket, sends: Sends) -> None:
+        self.sock, self._sends = sock, sends
+        self.sent = 0
+        self.waited = self.began = 0.0
+
+    def seconds(self, now: float) -> float:
+        """The time for which the response, which waits now, has waited in all."""
+        return self.waited + now - self.began
+
+    def sendall(self, data: bytes) -> None:
+        left = memoryview(data)
+        with contextlib.suppress(BlockingIOError):
+            left = self._after(left, self.sock.send(left, socket.MSG_DONTWAIT))
+        if left:
+            with self._sends.waiting(self):
+                while left:
+                    left = self._after(left, self.sock.send(left[:_PIECE_BYTES]))
+
+    def _after(self, data: memoryview, sent: int) -> memoryview:
+        self.sent += sent
+        return data[sent:]
 
 
 def _finish(future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -1,11 +1,12 @@
-"""Clients without a key that send slowly, or nothing: a real server with few threads answers everybody else."""
+"""Clients without a key that send or read slowly, or nothing: a real server with few threads answers everybody else."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.api_server import KEY, ApiServer, start_api
 
 # More than all threads of the server, which has 16.
 CLIENTS = 40
+PUBLIC_FILE = "/docs/swagger-ui-bundle.js"
 KEYLESS = b"POST /api/v1/asample HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 WRONG_KEY = KEYLESS + b"X-API-Key: tml-wrong\r\n"
 STALLS = {
@@ -64,6 +66,36 @@ def test_an_endless_header_is_cut_off(api: ApiServer) -> None:
         assert client.recv(1) == b""
 
 
+def test_clients_that_read_slowly_take_no_thread_that_others_need(api: ApiServer) -> None:
+    ended = threading.Event()
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(_slow_reader(api)) for _ in range(2 * CLIENTS)]
+        reader = threading.Thread(target=_trickle, args=(clients, ended))
+        reader.start()
+        stack.callback(reader.join)
+        stack.callback(ended.set)
+        assert _status(api, "/api/v1/healthz") == 200
+        assert _status(api, PUBLIC_FILE) == 200
+
+
+def _slow_reader(api: ApiServer) -> socket.socket:
+    """A client that has asked for a file of 1 MB, most of which the server cannot send before the client reads."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+    made.connect(("127.0.0.1", api.port))
+    made.sendall(f"GET {PUBLIC_FILE} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+    return made
+
+
+def _trickle(clients: Sequence[socket.socket], ended: threading.Event) -> None:
+    """Reads a little from every client, again and again."""
+    while not ended.wait(0.5):
+        for client in clients:
+            with contextlib.suppress(OSError):
+                client.recv(512, socket.MSG_DONTWAIT)
+
+
 def _connect(api: ApiServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", api.port), timeout=60)
 
@@ -71,7 +103,9 @@ def _connect(api: ApiServer) -> socket.socket:
 def _status(api: ApiServer, path: str, headers: dict[str, str] | None = None) -> int:
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", api.port, timeout=60)) as connection:
         connection.request("GET", path, headers=headers or {})
-        return connection.getresponse().status
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status
 
 
 def _answer(answers: socket.SocketIO) -> int:

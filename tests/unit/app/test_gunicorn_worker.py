@@ -15,11 +15,11 @@ from gunicorn.config import Config
 from gunicorn.glogging import Logger
 from gunicorn.workers.gthread import TConn, ThreadWorker
 
-from app import gunicorn_worker
+from app import gunicorn_worker, thread_pool
 from app.api import errors
 from app.errors import RequestTimeout
 from app.gunicorn_worker import Arrival, TimedUnreader, Worker
-from app.thread_pool import MOST_BUSY, ThreadPool
+from app.thread_pool import MOST_BUSY, Sender, ThreadPool
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\n"
 KEY, SMALL, LARGE = b"X-API-Key: k\r\n", b"Content-Length: 5\r\n", b"Content-Length: 99999999\r\n"
@@ -219,6 +219,25 @@ def test_a_response_that_nobody_reads_is_one_line_in_the_log(
     _answer(worker, app, pair, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", caplog)
     assert [(record.levelname, record.exc_info) for record in caplog.records] == [("INFO", None)]
     assert "read nothing of its response" in caplog.text
+
+
+def test_a_client_that_reads_slowly_keeps_its_connection_until_a_call_has_no_thread(
+    worker: Worker, pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread_pool, "_SLOW_S", 0.0)
+    sender, answer = Sender(pair[0], worker._sends), threading.Event()
+    worker.tpool = ThreadPool(1)
+    with worker._sends.waiting(sender):
+        worker.tpool.submit(answer.wait, 60)
+        worker.murder_pending()
+        sender.sendall(b"a")
+        worker.tpool.submit(divmod, 7, 2)
+        worker.tpool.submit(divmod, 7, 2)
+        worker._expire_at = 0.0
+        worker.murder_pending()
+        assert (pair[1].recv(1), pair[1].recv(1)) == (b"a", b"")
+    answer.set()
+    worker.tpool.shutdown()
 
 
 def _answer(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from app import thread_pool
-from app.thread_pool import MOST_BUSY, WAITS_S, ThreadPool
+from app.thread_pool import MOST_BUSY, WAITS_S, Sender, Sends, ThreadPool
 
 MOST = 100
 
@@ -73,7 +75,7 @@ def test_few_calls_run_at_once(pool: ThreadPool, answer: threading.Event, monkey
         pool.submit(calls.wait)
     start_more_until(pool, lambda: calls.begun >= MOST_BUSY)
     pool.start_more()
-    assert pool.is_behind
+    assert (pool.is_behind, pool.lacking) == (True, 0), "more threads may start"
     answer.set()
     start_more_until(pool, lambda: calls.begun == 5 * MOST_BUSY)
     assert calls.most_at_once == MOST_BUSY
@@ -101,7 +103,7 @@ def test_calls_that_wait_take_no_more_threads_than_the_most(answer: threading.Ev
         pool.submit(calls.wait)
     start_more_until(pool, lambda: calls.begun == 6)
     pool.start_more()
-    assert pool.is_behind
+    assert (pool.is_behind, pool.lacking) == (True, 4)
     answer.set()
     start_more_until(pool, lambda: calls.begun == 10)
     assert calls.most_at_once == 6
@@ -117,6 +119,45 @@ def test_after_calls_that_waited_few_threads_are_left(pool: ThreadPool, answer: 
     answer.set()
     start_more_until(pool, lambda: threading.active_count() - before <= MOST_BUSY)
     assert pool.submit(divmod, 7, 2).result(60) == (3, 1)
+
+
+def test_the_slowest_readers_lose_their_connections_first_and_none_in_its_first_second(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    now, sends = [100.0], Sends()
+    monkeypatch.setattr(thread_pool.time, "monotonic", lambda: now[0])
+    with contextlib.ExitStack() as stack:
+        senders, clients = [], []
+        for size in (3000, 10, 2000, 1):
+            ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
+            theirs.settimeout(10)
+            senders.append(Sender(ours, sends))
+            senders[-1].sendall(b"a" * size)
+            assert theirs.recv(4000) == b"a" * size
+            clients.append(theirs)
+        with sends.waiting(senders[0]), sends.waiting(senders[1]), sends.waiting(senders[2]):
+            now[0] += 0.9
+            assert sends.end_slowest(5) == 0
+            now[0] += 0.2
+            with sends.waiting(senders[3]):
+                assert sends.end_slowest(2) == 2
+        assert [clients[i].recv(1) for i in (1, 2)] == [b"", b""]
+        for i in (0, 3):
+            senders[i].sendall(b"b")
+            assert clients[i].recv(1) == b"b"
+        assert sends.end_slowest(5) == 0, "none waits any more"
+        with sends.waiting(senders[0]):
+            assert sends.end_slowest(5) == 1, "earlier waits count"
+
+
+def test_a_response_is_sent_whole_to_a_client_that_reads_it_in_parts():
+    ours, theirs = socket.socketpair()
+    content = bytes(range(256)) * 2**14
+    with ours, theirs, theirs.makefile("rb") as received:
+        sending = threading.Thread(target=Sender(ours, Sends()).sendall, args=(content,))
+        sending.start()
+        assert received.read(len(content)) == content
+        sending.join(60)
 
 
 def test_a_signal_that_comes_while_a_call_is_submitted_may_end_the_pool():
