@@ -69,8 +69,8 @@ def worker_exit(server: Any, worker: Any) -> None:
     """Sends the task events and spans that wait in a process that ends. One that could not start has none."""
     from app.api.base import EXTENSION
 
-    if application := getattr(worker, "wsgi", None):
-        application.extensions[EXTENSION].close()
+    if worker.application is not None:
+        worker.application.extensions[EXTENSION].close()
 
 
 def child_exit(server: Any, worker: Any) -> None:

@@ -161,6 +161,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]
     """The worker. All methods but `handle` and what it calls run in the event loop's thread."""
 
     wsgi: Application
+    application: Any = None
+    """The application once it is loaded, which `wsgi` wraps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -178,7 +180,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def load_wsgi(self) -> None:
         super().load_wsgi()
-        self.wsgi = partial(self._call, self.wsgi)
+        self.application = self.wsgi
+        self.wsgi = partial(self._call, self.application)
 
     def get_thread_pool(self) -> ThreadPool:
         return ThreadPool(self.cfg.threads)

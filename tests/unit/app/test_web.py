@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import runpy
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ from gunicorn.util import parse_address
 from app import create_app
 from app.api.base import EXTENSION
 from app.errors import SetupError
-from app.gunicorn_worker import ARRIVING
+from app.gunicorn_worker import ARRIVING, Worker
 from app.settings import SETTINGS_VARIABLE, Settings, from_environment
 
 
@@ -77,9 +78,11 @@ def test_a_process_that_ends_sends_its_task_events_first(config: Path, monkeypat
     events = application.extensions[EXTENSION].dispatcher.events
     events.admitted("session:sample:0:0", "sample", "me")
     worker_exit = runpy.run_module("app.gunicorn_conf")["worker_exit"]
-    worker_exit(None, SimpleNamespace(wsgi=application))
+    worker = Worker(1, 1, [], SimpleNamespace(wsgi=lambda: application), 30, Config(), logging.getLogger())
+    worker.load_wsgi()
+    worker_exit(None, worker)
     assert not events._thread.is_alive()
-    worker_exit(None, SimpleNamespace())  # one that could not start
+    worker_exit(None, Worker(1, 1, [], None, 30, Config(), logging.getLogger()))  # one that could not start
 
 
 def test_settings_without_a_state_server_are_refused_with_the_remedy() -> None:
