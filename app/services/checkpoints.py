@@ -11,12 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import tarfile
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +37,7 @@ from app.services.views import (
     timestamp,
 )
 from app.signing import UrlSigner
+from app.stores.disk import TemporaryCopies
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import expire_older, note, remove_checkpoint
 from app.stores.redis.journal import RedisOpLog
@@ -313,8 +312,9 @@ class ArchiveService:
     store, which never changes. So an archive holds the requested version, however late it is downloaded. A URL for
     others names the checkpoint, and works only as long as that is published."""
 
-    def __init__(self, store: RedisRecords, objects: ObjectStore, signer: UrlSigner) -> None:
+    def __init__(self, store: RedisRecords, objects: ObjectStore, signer: UrlSigner, least_free: int) -> None:
         self._records, self._objects, self._signer = store, objects, signer
+        self._copies = TemporaryCopies("archives", least_free)
 
     def url(self, path: ids.TinkerPath, caller: Caller) -> tuple[str, int]:
         """A URL that needs no key, and its expiry (Unix seconds). Raises NotFound."""
@@ -347,12 +347,17 @@ class ArchiveService:
         sizes = {name: entry.size for name, entry in manifest.files.items()}
         padded = (_padded(size) for size in sizes.values())
         size = len(_header(COMPLETE, 0)) + len(_END) + sum(padded) + sum(len(_header(*file)) for file in sizes.items())
-        return Archive(size, self._chunks(prefix, sizes))
+        chunks = self._chunks(prefix, sizes)
+        next(chunks)
+        return Archive(size, chunks)
 
     def _chunks(self, prefix: str, sizes: dict[str, int]) -> Iterator[bytes]:
-        with tempfile.TemporaryDirectory(prefix="tinsmith-archive-") as folder:
+        """The first chunk is empty. Before it, this raises Unavailable while no archive can be sent; after it, the end
+        of the iterator makes room for another archive, also when nothing else was read."""
+        with self._copies.folder(max(sizes.values(), default=0)) as folder:
+            yield b""
             for name, size in sizes.items():
-                fetched = Path(folder) / "file"
+                fetched = folder / "file"
                 self._objects.get(f"{prefix}/{name}", fetched)
                 if fetched.stat().st_size != size:
                     raise Unavailable(

@@ -162,7 +162,7 @@ def build(settings: Settings) -> Services:
         runs=RunService(records, quotas),
         checkpoints=CheckpointService(records, objects, quotas),
         checkpoint_search=CheckpointSearch(records),
-        archives=ArchiveService(records, objects, signer),
+        archives=ArchiveService(records, objects, signer, settings.engine.free_disk_bytes),
         copies=CopyService(records, oplog, lifecycle, objects, quotas, sources),
         uploads=UploadService(records, objects, bases, quotas, importer, settings.limits),
         polls=PollService(futures, polls, lifecycle.poll),

@@ -186,6 +186,20 @@ MUTANTS = (
         "--confcutdir=tests/unit/app/stores tests/unit/app/stores/test_disk.py",
     ),
     Mutant(
+        "disk: some archives at once",
+        "app/stores/disk.py",
+        "            if len(self._sizes) >= self.most:\n",
+        "            if False:\n",
+        "tests/unit/app/api/test_archives.py::test_the_fifth_archive_at_once_is_refused_until_another_one_ends",
+    ),
+    Mutant(
+        "disk: room for all archives",
+        "app/stores/disk.py",
+        "check(sum(self._sizes) + size)",
+        "check(size)",
+        "tests/unit/app/api/test_archives.py::test_an_archive_waits_for_room_for_its_largest_file",
+    ),
+    Mutant(
         "disk: the API looks",
         "app/services/admission.py",
         "oplog.take_none(shortages[0], _SHORT_S)",
