@@ -23,6 +23,7 @@ from app.domain.progress import Point
 from app.domain.records import ENCRYPTED, Checkpoint, Model, Sampler, ShmTransfer
 from app.domain.results import NOTHING, SAVED, Result, Usage
 from app.errors import NotFound, Unavailable, UserOpError
+from app.stores.disk import Disk
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Lease, Write
@@ -54,11 +55,13 @@ _FOR_EVER = Expiry()
 
 
 @contextmanager
-def _scratch() -> Iterator[Path]:
+def _new_folder(disk: Disk) -> Iterator[Path]:
     """Yields a folder to write into. Raises Unavailable for a full disk: it passes, like a store that is away, and says
     nothing about the model."""
     try:
-        with tempfile.TemporaryDirectory(prefix="tinsmith-save-") as temporary:
+        disk.folder.mkdir(parents=True, exist_ok=True)
+        disk.check()
+        with tempfile.TemporaryDirectory(dir=disk.folder) as temporary:
             yield Path(temporary)
     except OSError as error:
         raise Unavailable(f"the weights cannot be written: {error.strerror or error}") from error
@@ -83,11 +86,15 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Saver:
+    """Writes checkpoints and adapters to `scratch` before their upload. A killed process leaves its files there; the
+    worker's next process removes them."""
+
     backend: TrainingBackend
     index: RedisRecords
     store: ObjectStore
     shm_transfers: ShmTransfers
     project_ttl_s: ProjectTtl
+    scratch: Disk
 
     def save(self, lease: Lease, seq: int, op: SaveWeights) -> DeferredWrite:
         """Copies the model's state and returns a function that writes it beside the next Ops. Raises UserOpError for a
@@ -159,7 +166,7 @@ class Saver:
         model, then = self._model(lease.model_id), replace(lease, epoch=place.epoch)
         captured = Captured(then, place.seq, op, model, self.index.now(), self._capture(lease.model_id, op))
         if not self.shm_transfers.publish(prefix, partial(self._seal, captured)):
-            with _scratch() as folder:
+            with _new_folder(self.scratch) as folder:
                 self._seal(captured, folder)
                 transfer.complete(self.store, prefix, folder)
             self.shm_transfers.delete_record(prefix)
@@ -192,7 +199,7 @@ class Saver:
 
     def _write(self, captured: Captured, path: str = "", expiry: Expiry = _FOR_EVER) -> tuple[str, Manifest]:
         prefix = captured.prefix
-        with _scratch() as folder:
+        with _new_folder(self.scratch) as folder:
             captured.write(folder)
             if captured.op.recipients:
                 encrypt(folder, captured.op.recipients)

@@ -16,6 +16,7 @@ from app.domain.records import Refusal
 from app.errors import SetupError, UnservableModel
 from app.services.base_models import NEVER_ADAPTED, SHAPES, WEIGHTS, sampler_role, trainer_role
 from app.settings import BaseModelSettings, Settings, TrainerSettings
+from app.stores.disk import Disk
 from app.stores.objects.routes import RouteFiles
 from app.stores.redis import keys
 from app.stores.redis.client import Channel, connect_state
@@ -276,10 +277,11 @@ def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides:
 def _storage(parts: Parts, backend: TrainingBackend, overrides: Overrides) -> tuple[Executor, Snapshots, Restore]:
     shm_transfers = ShmTransfers(parts.store, parts.records, parts.shm_folder, overrides.latest)
     shm_transfers.begin()
-    saver = Saver(backend, parts.records, parts.store, shm_transfers, parts.limits.checkpoint_ttl_s)
-    executor = Executor(backend, parts.store, parts.empty_cache(), saver)
-    root, least_free = parts.settings.data_dir / "snapshots", parts.settings.engine.free_disk_bytes
-    folder = SnapshotFolder(root, parts.node, least_free)
+    cache, least_free = parts.fresh_cache_folder(), parts.settings.engine.free_disk_bytes
+    scratch = Disk("the saves", cache / "saves", least_free)
+    saver = Saver(backend, parts.records, parts.store, shm_transfers, parts.limits.checkpoint_ttl_s, scratch)
+    executor = Executor(backend, parts.store, cache / "fetched", saver)
+    folder = SnapshotFolder(parts.settings.data_dir / "snapshots", parts.node, least_free)
     snapshots = Snapshots(parts.oplog, saver, folder, parts.settings.engine, overrides.rest_s, overrides.latest)
     return executor, snapshots, Restore(parts.oplog, executor, folder, snapshots)
 
@@ -367,7 +369,7 @@ def _adapters(parts: Parts, serving: Serving[SamplerBackend], fair_queue: FairQu
             parts.records.put_demand(trainer_role(full=serving.full), serving.base.name)
             parts.dispatcher.send(dispatch.CATCH_UP, request_id, place.model_id, trainers)
 
-    nearby, cache, sampler = parts.shm_folder, parts.empty_cache(), serving.base.sampler
+    nearby, cache, sampler = parts.shm_folder, parts.fresh_cache_folder(), serving.base.sampler
     files = AdapterFiles(parts.store, parts.records, nearby, cache, sampler.cache_bytes, request_owner)
     at_a_time = 1 if serving.full else sampler.max_loras
     loaded = 1 if serving.full else sampler.loaded_loras

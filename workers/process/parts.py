@@ -103,9 +103,9 @@ class Parts:
     def shm_folder(self) -> ShmFolder:
         return ShmFolder(self.settings.handover_dir, self.settings.engine.handover_bytes)
 
-    def empty_cache(self) -> Path:
-        """The cache folder of the files this process fetches; files of an earlier process are of no use and are
-        removed."""
+    def fresh_cache_folder(self) -> Path:
+        """The folder of the files that this process fetches, and of those it has not uploaded yet. Files of an earlier
+        process are of no use and are removed."""
         cache = self.settings.data_dir / "cache" / self.node
         shutil.rmtree(cache, ignore_errors=True)
         return cache

@@ -186,6 +186,21 @@ MUTANTS = (
         "--confcutdir=tests/unit/app/stores tests/unit/app/stores/test_disk.py",
     ),
     Mutant(
+        "disk: no save",
+        "workers/checkpoints/writer.py",
+        "        disk.check()\n",
+        "",
+        "tests/unit/workers/checkpoints/test_writer.py::test_a_save_waits_for_room_on_its_disk",
+    ),
+    Mutant(
+        "saves: where the next start removes them",
+        "workers/checkpoints/writer.py",
+        "TemporaryDirectory(dir=disk.folder)",
+        "TemporaryDirectory()",
+        "tests/unit/workers/checkpoints/test_writer.py::"
+        "test_a_killed_save_leaves_nothing_behind_the_next_start_of_its_worker",
+    ),
+    Mutant(
         "disk: some archives at once",
         "app/stores/disk.py",
         "            if len(self._sizes) >= self.most:\n",

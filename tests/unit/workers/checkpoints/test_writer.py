@@ -1,12 +1,17 @@
-"""Exports that only their recipients can read."""
+"""Exports that only their recipients can read, and the place of files that are still to be uploaded."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pyrage
 import pytest
 
+from app.domain.ops import SaveWeights
+from app.errors import Requeue
+from app.stores.objects.folder import FolderStore
+from tests.unit.workers.conftest import World
 from workers.checkpoints.writer import encrypt
 
 CONTENT = {"adapter_config.json": b'{"r": 8}', "adapter_model.safetensors": b"\x00" * 300_000}
@@ -35,3 +40,41 @@ def test_a_full_disk_is_noticed(folder: Path):
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(OSError, match="space"):
         encrypt(folder, [str(pyrage.x25519.Identity.generate().to_public())])
+
+
+class KilledHere(FolderStore):
+    """A folder store that keeps a copy of the folder of each upload beside it: what a process that is killed now
+    leaves."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, "secret", "http://x")
+        self.left: list[Path] = []
+
+    def put_new(self, key: str, source: Path | bytes) -> bool:
+        if isinstance(source, Path):
+            left = source.parent.with_name(f"left-{len(self.left)}")
+            self.left.append(shutil.copytree(source.parent, left))
+        return super().put_new(key, source)
+
+
+def test_a_killed_save_leaves_nothing_behind_the_next_start_of_its_worker(world: World, tmp_path: Path):
+    store = KilledHere(tmp_path / "objects")
+    worker = world.worker("a/1", store=store)
+    worker.handle(0, "create_model")
+    world.admit(1, SaveWeights("weights", "kept"))
+    worker.handle(1, "save_weights")
+    assert store.left and all(any(left.iterdir()) for left in store.left)
+    world.worker("b/1", store=store)
+    assert all(left.is_dir() for left in store.left), "another worker may still write them"
+    world.worker("a/2", store=store)
+    assert not any(left.exists() for left in store.left)
+
+
+def test_a_save_waits_for_room_on_its_disk(world: World):
+    full = world.worker("a/1", free_disk_bytes=2**62)
+    full.handle(0, "create_model")
+    world.admit(1, SaveWeights("weights", "kept"))
+    with pytest.raises(Requeue, match="free_disk_bytes"):
+        full.handle(1, "save_weights")
+    saved = world.worker("a/2").handle(1, "save_weights")
+    assert saved is not None and not saved.failed
