@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ _CLOSE_S = 2.0
 _STALE_S = 60.0
 # No object-store key contains it.
 _SLASH = ","
+_NEW, _GONE = ".new-", ".gone-"
 
 
 class ShmTransfers:
@@ -159,7 +161,7 @@ class ShmFolder:
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._is_ours():
-                raise PermissionError(f"{self.root} belongs to user {self.root.stat().st_uid}, not to {os.getuid()}")
+                raise PermissionError(f"{self.root} is not a folder of user {os.getuid()}")
             if not target.is_dir():
                 self._write(target, fill)
         except OSError as error:
@@ -188,11 +190,13 @@ class ShmFolder:
 
     def prefixes(self) -> Iterator[str]:
         for manifest in self.root.glob(f"*/{MANIFEST}"):
-            yield manifest.parent.name.replace(_SLASH, "/")
+            prefix = manifest.parent.name.replace(_SLASH, "/")
+            if CheckpointPrefix.parse(prefix):
+                yield prefix
 
     def remove(self, prefix: str) -> None:
         """Removes a checkpoint; no reader sees a part of it."""
-        with suppress(FileNotFoundError), tempfile.TemporaryDirectory(dir=self.root, prefix=".gone-") as gone:
+        with suppress(FileNotFoundError), tempfile.TemporaryDirectory(dir=self.root, prefix=_GONE) as gone:
             self._at(prefix).rename(Path(gone) / "files")
 
     def release(self, prefix: str) -> None:
@@ -209,19 +213,21 @@ class ShmFolder:
                 self.remove(other)
 
     def make_room(self, is_needed: Callable[[str], bool]) -> None:
-        """Removes unneeded checkpoints and half-written ones. Of the recent ones, removes only those that were
-        released."""
+        """Removes unneeded checkpoints and half-written ones, and no other file. Of the recent ones, removes only those
+        that were released."""
+        if not self._is_ours():
+            return
         for prefix in list(self.prefixes()):
             if _is_stale(self._at(prefix)) and not is_needed(prefix):
                 self.remove(prefix)
-        for leftover in self.root.glob(".*"):
+        for leftover in (*self.root.glob(f"{_NEW}*"), *self.root.glob(f"{_GONE}*")):
             if _is_stale(leftover):
                 shutil.rmtree(leftover, ignore_errors=True)
 
     def _write(self, target: Path, fill: Callable[[Path], None]) -> None:
         if self._used() >= self.most_bytes:  # writing a full model in vain costs much
             raise OSError(f"{self.root} already holds engine.handover_bytes ({self.most_bytes})")
-        with tempfile.TemporaryDirectory(dir=self.root, prefix=".new-") as temporary:
+        with tempfile.TemporaryDirectory(dir=self.root, prefix=_NEW) as temporary:
             files = Path(temporary) / "files"
             files.mkdir()
             fill(files)
@@ -241,14 +247,18 @@ class ShmFolder:
         return sizes
 
     def _is_ours(self) -> bool:
-        """True if the folder belongs to this user. Any user can make a folder of this name in shared memory."""
-        return self.root.is_dir() and self.root.stat().st_uid == os.getuid()
+        """True for a folder of this user, and no link. Any user can make either under this name in shared memory."""
+        try:
+            found = self.root.lstat()
+        except OSError:
+            return False
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def _version(prefix: str) -> tuple[str, int, int]:
     """The model id, and the epoch and seq, which grow with each of its versions."""
-    place = CheckpointPrefix.parse(prefix)
-    return (place.model_id, place.epoch, place.seq) if place else ("", 0, 0)
+    place = _place(prefix)
+    return place.model_id, place.epoch, place.seq
 
 
 def _bring(source: Path, target: Path) -> None:

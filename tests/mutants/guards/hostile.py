@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant
 
 _LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/wire/test_bodies.py"
 _TERMINAL = "--confcutdir=tests/unit/app/stores tests/unit/app/stack/test_terminal.py"
+_TRANSFERS = "tests/unit/workers/checkpoints/test_shm_folder.py"
 
 MUTANTS = (
     Mutant(
@@ -85,5 +86,19 @@ MUTANTS = (
         "_TAB.join(map(visible, cells))",
         "_TAB.join(cells)",
         f"{_TERMINAL}::test_no_cell_begins_another_one",
+    ),
+    Mutant(
+        "transfers: nothing is removed behind a link",
+        "workers/checkpoints/shm_transfer.py",
+        "self.root.lstat()",
+        "self.root.stat()",
+        f"{_TRANSFERS}::test_nothing_is_removed_behind_a_link_of_its_name",
+    ),
+    Mutant(
+        "transfers: hidden folders of others",
+        "workers/checkpoints/shm_transfer.py",
+        '(*self.root.glob(f"{_NEW}*"), *self.root.glob(f"{_GONE}*"))',
+        'self.root.glob(".*")',
+        f"{_TRANSFERS}::test_folders_of_others_in_it_stay",
     ),
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from app.domain.checkpoints import MANIFEST
 from tests.full_disk import full_disk
 from workers.checkpoints import transfer
 from workers.checkpoints.shm_transfer import ShmFolder
@@ -104,7 +105,7 @@ def test_a_folder_somebody_else_made_under_its_name_is_not_used(
     user = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
     assert not folder.write(prefix(2), sealed())
-    assert f"{folder.root} belongs to user {user}, not to {user + 1}" in caplog.text
+    assert f"{folder.root} is not a folder of user {user + 1}" in caplog.text
     assert not folder.take(prefix(1), tmp_path / "taken")
 
 
@@ -127,9 +128,44 @@ def test_unneeded_files_that_were_not_just_written_make_room(folder: ShmFolder):
         age(folder, prefix(seq))
     folder.write(prefix(4), sealed())
     folder.release(prefix(4))
-    leftover = folder.root / ".new-of-a-killed-process"
-    leftover.mkdir()
-    os.utime(leftover, (time.time() - 3600,) * 2)
+    leftovers = [old(folder.root / name) for name in (".new-of-a-killed-process", ".gone-of-another")]
     folder.make_room({prefix(1)}.__contains__)
     assert set(folder.prefixes()) == {prefix(1), prefix(3)}
-    assert not leftover.exists()
+    assert not any(leftover.exists() for leftover in leftovers)
+
+
+def old(folder: Path) -> Path:
+    """A folder with one file, made an hour ago."""
+    folder.mkdir(parents=True)
+    (folder / MANIFEST).write_text("{}")
+    os.utime(folder, (time.time() - 3600,) * 2)
+    return folder
+
+
+def test_folders_of_others_in_it_stay(folder: ShmFolder):
+    """`engine.handover_dir` may name a folder that holds more."""
+    others = [old(folder.root / name) for name in (".keep", "extension", "an extension")]
+    folder.make_room(lambda prefix: False)
+    assert all(other.is_dir() for other in others)
+    assert list(folder.prefixes()) == []
+
+
+def test_nothing_is_removed_behind_a_link_of_its_name(folder: ShmFolder, tmp_path: Path):
+    """Another user may have made it."""
+    folder.write(prefix(1), sealed())
+    age(folder, prefix(1))
+    leftover = old(folder.root / ".new-of-a-killed-process")
+    link = ShmFolder(tmp_path / "link", 2**20)
+    link.root.symlink_to(folder.root)
+    link.make_room(lambda prefix: False)
+    assert folder.find(prefix(1)) is not None
+    assert leftover.is_dir()
+    assert link.find(prefix(1)) is None
+    assert not link.write(prefix(2), sealed())
+
+
+def test_nothing_is_removed_from_the_folder_of_another_user(folder: ShmFolder, monkeypatch: pytest.MonkeyPatch):
+    leftover, user = old(folder.root / ".new-of-a-killed-process"), os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    folder.make_room(lambda prefix: False)
+    assert leftover.is_dir()
