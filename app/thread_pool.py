@@ -19,8 +19,8 @@ MOST_BUSY = 4
 """Most threads whose call has taken less than WAITS_S. They take the calls in their order."""
 WAITS_S = 0.01
 """A call that takes longer is taken to wait for a client, a store or a result."""
-# A client that reads at once may also wait for its own network for some time.
-_SLOW_S = 1.0
+# A client is slow that reads fewer bytes a second. For one second, a fast one may also wait for its own network.
+_SLOW_BYTES_S, _SLOW_S = 256 * 1024, 1.0
 # A waiting response counts what it has sent after each piece.
 _PIECE_BYTES = 64 * 1024
 
@@ -122,11 +122,11 @@ class Sends:
                 sender.waited += time.monotonic() - began
 
     def end_slowest(self, most: int) -> int:
-        """Closes up to `most` connections that have waited for a second in all, first those that read the fewest bytes
-        a second. Returns their number."""
+        """Closes up to `most` connections of slow readers that have waited for a second in all, first the slowest.
+        Returns their number."""
         now = time.monotonic()
         with self._lock:  # a connection that waits is open: its thread closes it later
-            slow = [sender for sender in self._waiting if sender.seconds(now) >= _SLOW_S]
+            slow = [sender for sender in self._waiting if sender.is_slow(now)]
             ended = sorted(slow, key=lambda sender: sender.sent / sender.seconds(now))[:most]
             for sender in ended:
                 self._waiting.discard(sender)
@@ -146,6 +146,11 @@ class Sender:
     def seconds(self, now: float) -> float:
         """The time for which the response, which waits now, has waited in all."""
         return self.waited + now - self.began
+
+    def is_slow(self, now: float) -> bool:
+        """True if its client reads slowly; it has to wait now."""
+        seconds = self.seconds(now)
+        return seconds >= _SLOW_S and self.sent < _SLOW_BYTES_S * seconds
 
     def sendall(self, data: bytes) -> None:
         left = memoryview(data)

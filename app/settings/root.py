@@ -71,7 +71,7 @@ class Settings(Section):
         """The folder for shared-memory transfer: `engine.handover_dir`, or by default a separate folder for each data
         folder."""
         if self.engine.handover_dir:
-            return Path(self.engine.handover_dir)
+            return Path(self.engine.handover_dir).resolve()  # workers follow no link there
         if not os.access(_SHARED_MEMORY, os.W_OK):
             return self.data_dir / "handover"
         return _SHARED_MEMORY / f"tinsmith-{hashlib.sha256(bytes(self.data_dir.absolute())).hexdigest()[:16]}"

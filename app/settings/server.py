@@ -15,8 +15,8 @@ SENTINEL_SCHEMES = ("redis+sentinel://", "rediss+sentinel://")
 
 
 def netloc(host: str, port: int | str) -> str:
-    """Host and port as in a URL, which has an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    """Host and port as in a URL, which has an IPv6 address in brackets. The host may have them already."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 class ApiSettings(Section):

@@ -55,13 +55,12 @@ _FOR_EVER = Expiry()
 
 
 @contextmanager
-def _new_folder(disk: Disk) -> Iterator[Path]:
+def _new_folder(folder: Path) -> Iterator[Path]:
     """Yields a folder to write into. Raises Unavailable for a full disk: it passes, like a store that is away, and says
     nothing about the model."""
     try:
-        disk.folder.mkdir(parents=True, exist_ok=True)
-        disk.check()
-        with tempfile.TemporaryDirectory(dir=disk.folder) as temporary:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
             yield Path(temporary)
     except OSError as error:
         raise Unavailable(f"the weights cannot be written: {error.strerror or error}") from error
@@ -166,7 +165,7 @@ class Saver:
         model, then = self._model(lease.model_id), replace(lease, epoch=place.epoch)
         captured = Captured(then, place.seq, op, model, self.index.now(), self._capture(lease.model_id, op))
         if not self.shm_transfers.publish(prefix, partial(self._seal, captured)):
-            with _new_folder(self.scratch) as folder:
+            with _new_folder(self.scratch.folder) as folder:
                 self._seal(captured, folder)
                 transfer.complete(self.store, prefix, folder)
             self.shm_transfers.delete_record(prefix)
@@ -199,7 +198,8 @@ class Saver:
 
     def _write(self, captured: Captured, path: str = "", expiry: Expiry = _FOR_EVER) -> tuple[str, Manifest]:
         prefix = captured.prefix
-        with _new_folder(self.scratch) as folder:
+        with _new_folder(self.scratch.folder) as folder:
+            self.scratch.check()
             captured.write(folder)
             if captured.op.recipients:
                 encrypt(folder, captured.op.recipients)

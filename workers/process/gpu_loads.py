@@ -14,30 +14,30 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from app.stack.placement import NVIDIA_GPUS, torch_is_for_cpus
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.1
+_WARN_S = 60
+_NO_LOCK = "a worker may start on the same GPU meanwhile, and leave vLLM less memory: %s"
 
 
 @contextmanager
 def starting(folder: Path, gpus: Sequence[str], *, alone: bool) -> Iterator[None]:
     """Waits until no other process that is `alone` starts on one of the GPUs; if this one is, until none at all does.
 
-    A worker whose files cannot be opened starts without locks, and logs a warning.
+    A worker whose files cannot be opened or locked starts without locks, and logs a warning. A wait of more than a
+    minute is a warning, too.
     """
     kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
     with ExitStack() as closed_at_end:
         files = _opened(folder, gpus)
         for file in files:
-            closed_at_end.callback(os.close, file)
-        if not _locked(files, kind):
-            log.info("waiting for another worker, which starts on the same GPU")
-            while not _locked(files, kind):
-                time.sleep(_POLL_S)
+            closed_at_end.callback(_close, file)
+        _await(files, kind)
         yield
 
 
@@ -65,8 +65,20 @@ def _opened(folder: Path, gpus: Sequence[str]) -> list[int]:
             file = folder / f"{gpu.replace('/', ',')}.start"
             files.append(os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
-        log.warning("a worker may start on the same GPU meanwhile, and leave vLLM less memory: %s", error)
+        log.warning(_NO_LOCK, error)
     return files
+
+
+def _await(files: Sequence[int], kind: int) -> None:
+    began = time.monotonic()
+    warned = 0
+    while not _locked(files, kind):
+        waited = time.monotonic() - began
+        if waited >= warned * _WARN_S:
+            level = logging.WARNING if warned else logging.INFO
+            log.log(level, "waiting for another worker that starts on the same GPU, for %d s", waited)
+            warned += 1
+        time.sleep(_POLL_S)
 
 
 def _locked(files: Sequence[int], kind: int) -> bool:
@@ -76,6 +88,19 @@ def _locked(files: Sequence[int], kind: int) -> bool:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             for each in files:
-                fcntl.flock(each, fcntl.LOCK_UN)
+                _unlock(each)
             return False
+        except OSError as error:  # a file system without locks
+            log.warning(_NO_LOCK, error)
     return True
+
+
+def _unlock(file: int) -> None:
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _close(file: int) -> None:
+    """Unlocks and closes a file: a child that was forked meanwhile may have it too, and would keep the lock."""
+    _unlock(file)
+    os.close(file)

@@ -107,7 +107,7 @@ class Scheduler:
         it.
 
         An optim_step runs before a shared pass, since the next batch after it may then join the pass. An Op that broke
-        a worker, or was put off, waits for its own dispatch.
+        a worker waits for its own dispatch, and one that was put off for the end of its pause.
         """
         mine, blocked = _of(asked, waiting), self.is_blocked(asked, waiting)
         for head in waiting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import selectors
 import signal
 import socket
@@ -225,6 +226,7 @@ def test_a_client_that_reads_slowly_keeps_its_connection_until_a_call_has_no_thr
     worker: Worker, pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thread_pool, "_SLOW_S", 0.0)
+    monkeypatch.setattr(thread_pool, "_SLOW_BYTES_S", math.inf)
     sender, answer = Sender(pair[0], worker._sends), threading.Event()
     worker.tpool = ThreadPool(1)
     with worker._sends.waiting(sender):

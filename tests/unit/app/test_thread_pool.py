@@ -126,9 +126,10 @@ def test_the_slowest_readers_lose_their_connections_first_and_none_in_its_first_
 ):
     now, sends = [100.0], Sends()
     monkeypatch.setattr(thread_pool.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(thread_pool, "_SLOW_BYTES_S", 2000)
     with contextlib.ExitStack() as stack:
         senders, clients = [], []
-        for size in (3000, 10, 2000, 1):
+        for size in (2100, 10, 2000, 1):
             ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
             theirs.settimeout(10)
             senders.append(Sender(ours, sends))
@@ -148,6 +149,10 @@ def test_the_slowest_readers_lose_their_connections_first_and_none_in_its_first_
         assert sends.end_slowest(5) == 0, "none waits any more"
         with sends.waiting(senders[0]):
             assert sends.end_slowest(5) == 1, "earlier waits count"
+        senders[3].sent = 2300
+        with sends.waiting(senders[3]):
+            now[0] += 1.1
+            assert sends.end_slowest(5) == 0, "it reads fast"
 
 
 def test_a_response_is_sent_whole_to_a_client_that_reads_it_in_parts():

@@ -41,14 +41,19 @@ def test_gunicorn_has_threads_for_every_poll_and_more_and_connections_above_them
 
 @pytest.mark.parametrize(
     ("host", "url"),
-    [("127.0.0.1", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000"), ("localhost", "http://localhost:8000")],
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("[::1]", "http://[::1]:8000"),
+        ("localhost", "http://localhost:8000"),
+    ],
 )
 def test_the_api_listens_where_its_url_says(host: str, url: str, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config.write_text(config.read_text() + f'host = "{host}"\n')
     monkeypatch.setenv(SETTINGS_VARIABLE, str(config))
-    assert parse_address(runpy.run_module("app.gunicorn_conf")["bind"]) == (host, 8000)
+    assert parse_address(runpy.run_module("app.gunicorn_conf")["bind"]) == (host.strip("[]"), 8000)
     assert from_environment().public_url == url
-    assert (urlsplit(url).hostname, urlsplit(url).port) == (host, 8000)
+    assert (urlsplit(url).hostname, urlsplit(url).port) == (host.strip("[]"), 8000)
 
 
 def test_files_are_sent_by_calls_that_end_when_a_client_reads_nothing(

@@ -209,7 +209,7 @@ class Trainer(ABC):
 
     def _step_together(self, params: Mapping[str, AdamParams]) -> Results:
         """Steps models, each to the bits of its step alone. The host waits for the norms of their weights. Before, it
-        waits for those of gradients that are sums of several passes, which may refuse a step."""
+        waits for those of gradients that are not of one pass alone, which may refuse a step."""
         self._residency.bring(self._states, params)
         states = {model_id: self._states[model_id] for model_id in params}
         found = step_all([state.begin_step(params[model_id]) for model_id, state in states.items()])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -109,6 +111,30 @@ def test_a_worker_starts_without_locks_in_a_folder_of_another_user(
         monkeypatch.setattr(os, "getuid", partial(int, os.getuid() + 1))
         with starting(tmp_path, ["0"], alone=True):
             assert "another user" in caplog.text
+
+
+def test_a_worker_starts_without_locks_on_a_disk_that_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(gpu_loads.fcntl, "flock", no_locks)
+    with starting(tmp_path, ["0"], alone=True):
+        assert "No locks available" in caplog.text
+
+
+def test_a_child_that_was_forked_meanwhile_keeps_no_lock(tmp_path: Path) -> None:
+    with starting(tmp_path, ["0"], alone=True):
+        pid = os.fork()
+        if not pid:
+            signal.pause()
+    with ThreadPoolExecutor() as pool:
+        try:
+            pool.submit(start, Backend("next", []), tmp_path, ["0"], SAMPLER).result(10)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,10 @@ class Clock:
 
     def __init__(self) -> None:
         self.forward_s, self.sleep = 0.0, time.sleep
+        self._began = time.monotonic()
 
     def monotonic(self) -> float:
-        return time.monotonic() + self.forward_s
+        return self._began + self.forward_s
 
 
 @pytest.fixture
