@@ -101,12 +101,12 @@ class CheckpointService:
 
     def delete(self, path: ids.TinkerPath, caller: Caller) -> None:
         """Deletes a checkpoint: the record and the manifest first, so that no reader finds half a checkpoint. Saves
-        that it replaced expire with it. Raises NotFound."""
+        that it replaced expire after it; it stays deleted where that fails. Raises NotFound."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
         self._audit(caller, checkpoint, path, "checkpoint_delete", urgent=True)
         self._records.delete(Checkpoint.namespace, str(path))
-        expire_older(self._objects, checkpoint.prefix, self._records.now())
         remove_checkpoint(self._objects, checkpoint.prefix)
+        expire_older(self._objects, checkpoint.prefix, self._records.now())
 
     def urls(self, path: ids.TinkerPath, caller: Caller) -> dict[str, Any]:
         """Signed URLs of an external checkpoint's files. Raises NotFound or BadRequest."""

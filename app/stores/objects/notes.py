@@ -9,16 +9,23 @@ session moves to another project, its manifests keep the project under which eac
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from typing import Any, Literal
 
 from app.domain.checkpoints import MANIFEST, CheckpointPrefix
+from app.errors import Unavailable
 from app.stores.objects.base import ObjectStore
+
+log = logging.getLogger(__name__)
 
 Field = Literal["expires_at", "public"]
 _NAMES: dict[Field, str] = {"expires_at": "expiry-", "public": "public-"}
 
 _PREFIX = "moves"
+_MOST_EXPIRED = 10
+"""Notes of one deletion. A rebuild takes the newest save that is left, so only the first note counts, until the newest
+saves are swept while a sampler keeps an older one."""
 
 
 def note(store: ObjectStore, prefix: str, field: Field, now: float, value: Any) -> None:
@@ -27,12 +34,22 @@ def note(store: ObjectStore, prefix: str, field: Field, now: float, value: Any) 
 
 
 def expire_older(store: ObjectStore, prefix: str, now: float) -> None:
-    """Notes that the saves which the one at `prefix` replaced have expired, so that `tinsmith rebuild` restores none of
-    them. Their files stay for calls that load them."""
-    newest = CheckpointPrefix.parse(prefix)
-    for place in {CheckpointPrefix.parse(key) for key in store.list(f"{prefix.rpartition('/')[0]}/")}:
-        if place is not None and newest is not None and place < newest:
+    """Notes that the newest saves which the one at `prefix` replaced have expired, so that `tinsmith rebuild` restores
+    none in its place. Their files stay for calls that load them. A store that is away or full is only logged."""
+    try:
+        for place in _older(store, prefix)[:_MOST_EXPIRED]:
             note(store, str(place), "expires_at", now, now)
+    except Unavailable as error:
+        log.warning("a rebuild may restore a save that the deleted %s replaced: %s", prefix, error)
+
+
+def _older(store: ObjectStore, prefix: str) -> list[CheckpointPrefix]:
+    """The whole saves of the same path that were written before the one at `prefix`, newest first."""
+    newest = CheckpointPrefix.parse(prefix)
+    manifests = (key for key in store.list(f"{prefix.rpartition('/')[0]}/") if key.endswith(f"/{MANIFEST}"))
+    places = (CheckpointPrefix.parse(key) for key in manifests)
+    older = [place for place in places if place is not None and newest is not None and place < newest]
+    return sorted(older, reverse=True)
 
 
 def has_note(keys: Iterable[str], field: Field) -> bool:
