@@ -8,7 +8,6 @@ server never reads one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tarfile
 import time
@@ -46,11 +45,10 @@ from app.stores.redis.records import RedisRecords, dump
 
 URL_SECONDS = 3600
 
-# The run of a copy is never trained, so it has the first epoch. Every seq counts as committed: the files of an attempt
-# that broke off are orphans, not a save that runs.
-_EPOCH = 1
-_SEQ_DIGITS = 12
-_LAST_SEQ = 16**_SEQ_DIGITS
+# A run that was never trained has no history: its only checkpoint has the first seq and the first epoch.
+_SEQ, _EPOCH = 1, 1
+_COPIED_PREFIX = "copied_prefix"
+"""The field of a copy's run with the place of the save that it copies. Runs of earlier versions have none."""
 
 COMPLETE = "checkpoint_complete"
 """An empty file at the end: `tinker checkpoint push-hf` takes an archive without it for one that was cut short."""
@@ -173,8 +171,8 @@ def _fits(found: Checkpoint, asked: Mapping[str, Any]) -> bool:
 class CopyService:
     """Copies checkpoints. The order is: the run first, so that files of an interrupted copy belong to a run that
     maintenance knows; then the files, the manifest, and last the record, which makes the copy visible. A repeat under
-    the same key resumes an interrupted copy. If the source was overwritten meanwhile, the repeat copies the newer
-    files to another place."""
+    the same key resumes an interrupted copy. If the source was overwritten meanwhile, the repeat is refused, because
+    files of two saves would mix."""
 
     records: RedisRecords
     oplog: RedisOpLog
@@ -201,6 +199,7 @@ class CopyService:
         with self.quotas.releasing(target):
             self.quotas.reserve(caller, project, target, source.size_bytes)
             self._register(session_id, model_id, project, str(path), source, metadata)
+            self._check_not_overwritten(model_id, source)
             what = {"model_id": model_id, "tinker_path": str(target), "source_path": str(path)}
             audit.note(self.records, caller, project, "checkpoint_copy", what)
             manifest = self._write(target, project, source, asked["ttl_seconds"])
@@ -249,7 +248,7 @@ class CopyService:
             critic=source.critic,
             copied_from=path,
         )
-        head = {"applied": str(_LAST_SEQ), "epoch": str(_EPOCH), "ended": "copied"}
+        head = {"applied": str(_SEQ), "epoch": str(_EPOCH), "ended": "copied", _COPIED_PREFIX: source.prefix}
         if not self.oplog.create_model(model_id, {**dump(model), **head}):
             there = self.records.find(Model, model_id)
             if there is not None and there.copied_from != path:
@@ -257,33 +256,42 @@ class CopyService:
                     f"run {model_id} already holds the copy of another checkpoint; use another model_seq_id"
                 )
 
+    def _check_not_overwritten(self, model_id: str, source: Checkpoint) -> None:
+        """Raises BadRequest if an attempt that broke off copied files of an earlier save of the source."""
+        made = self.records.get(Model.namespace, model_id) or {}
+        if made.get(_COPIED_PREFIX, source.prefix) != source.prefix:
+            raise BadRequest(
+                "the checkpoint was overwritten after an attempt to copy it had broken off; copy it again under a new "
+                "idempotency key or, if you sent a model_seq_id, with another one"
+            )
+
     def _write(self, target: ids.TinkerPath, project: str, source: Checkpoint, ttl_seconds: int | None) -> Manifest:
-        place, now = _place(target, source), self.records.now()
+        prefix, now = str(_place(target)), self.records.now()
         expiry = Expiry.of(now, ttl_seconds, self.quotas.checkpoint_ttl_s(project))
         for name in source.files:
-            self.objects.copy(f"{source.prefix}/{name}", f"{place}/{name}")
+            self.objects.copy(f"{source.prefix}/{name}", f"{prefix}/{name}")
         manifest = replace(
             Manifest.from_json(self.objects.read(f"{source.prefix}/{MANIFEST}")),
             path=str(target),
-            generation=f"{place.seq}-{place.epoch}",
+            generation=f"{_SEQ}-{_EPOCH}",
             model_id=target.model_id,
             owner=project,
-            seq=place.seq,
-            epoch=place.epoch,
+            seq=_SEQ,
+            epoch=_EPOCH,
             created=datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds"),
             expires_at=expiry.at,
             expiry_by=expiry.by,
         )
-        if self.objects.put_new(f"{place}/{MANIFEST}", manifest.to_json()):
+        if self.objects.put_new(f"{prefix}/{MANIFEST}", manifest.to_json()):
             return manifest
-        return Manifest.from_json(self.objects.read(f"{place}/{MANIFEST}"))
+        return Manifest.from_json(self.objects.read(f"{prefix}/{MANIFEST}"))
 
     def _record(self, target: ids.TinkerPath, source: Checkpoint, manifest: Manifest) -> None:
         copy = replace(
             source,
             owner=manifest.owner,
             model_id=target.model_id,
-            prefix=str(_place(target, source)),
+            prefix=str(_place(target)),
             created=datetime.fromisoformat(manifest.created).timestamp(),
             expires_at=manifest.expires_at,
             expiry_by=manifest.expiry_by,
@@ -292,10 +300,8 @@ class CopyService:
         self.records.put_reserved(str(target), copy)
 
 
-def _place(target: ids.TinkerPath, source: Checkpoint) -> CheckpointPrefix:
-    """The copy's place. Its seq names the source's files, so files of two generations of the source never mix."""
-    seq = int(hashlib.sha256(source.prefix.encode()).hexdigest()[:_SEQ_DIGITS], 16)
-    return CheckpointPrefix(target.model_id, target.kind, target.name, _EPOCH, seq)
+def _place(target: ids.TinkerPath) -> CheckpointPrefix:
+    return CheckpointPrefix(target.model_id, target.kind, target.name, _EPOCH, _SEQ)
 
 
 @dataclass(frozen=True, slots=True)

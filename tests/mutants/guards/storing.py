@@ -321,14 +321,14 @@ MUTANTS = (
     Mutant(
         "copies: files of a source that was overwritten",
         "app/services/checkpoints.py",
-        "hashlib.sha256(source.prefix.encode())",
-        "hashlib.sha256()",
+        "self._check_not_overwritten(model_id, source)",
+        "pass",
         f"{_COPIES}::test_a_copy_that_broke_off_has_no_file_of_a_source_that_was_overwritten_since",
     ),
     Mutant(
-        "copies: every seq counts as committed",
+        "copies: the only seq counts as committed",
         "app/services/checkpoints.py",
-        '"applied": str(_LAST_SEQ)',
+        '"applied": str(_SEQ)',
         '"applied": "0"',
         f"{_COPIES}::test_a_copy_that_broke_off_has_no_file_of_a_source_that_was_overwritten_since",
     ),

@@ -133,10 +133,8 @@ def test_a_copy_that_broke_off_is_not_there_and_is_made_whole_by_the_next_try(
     assert contents(api, copy(api, source, "broken").json["tinker_path"]) == FILES
 
 
-def test_a_copy_that_broke_off_has_no_file_of_a_source_that_was_overwritten_since(
-    api: Api, state_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = saved(api)
+def broken_off(api: Api, source: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that broke off after its first file."""
     store, copied = type(api.services.objects), []
     works = store.copy
 
@@ -147,15 +145,55 @@ def test_a_copy_that_broke_off_has_no_file_of_a_source_that_was_overwritten_sinc
         works(*asked)
 
     monkeypatch.setattr(store, "copy", away_at_the_second)
-    assert copy(api, source, "overwritten").status_code == 503
-    newer = {name: b"newer " + data for name, data in FILES.items()}
-    assert saved(api, ids.TinkerPath.parse(source).model_id, 2, newer) == source
-    path = copy(api, source, "overwritten").json["tinker_path"]
-    assert contents(api, path) == newer
+    assert copy(api, source, key).status_code == 503
+
+
+NEWER = {name: b"newer " + data for name, data in FILES.items()}
+
+
+def overwritten(api: Api, path: str) -> None:
+    assert saved(api, ids.TinkerPath.parse(path).model_id, 2, NEWER) == path
+
+
+def test_a_copy_that_broke_off_has_no_file_of_a_source_that_was_overwritten_since(
+    api: Api, state_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, of = saved(api), project(api)
+    broken_off(api, source, "overwritten", monkeypatch)
+    overwritten(api, source)
+    for _ in range(2):
+        answer = copy(api, source, "overwritten")
+        assert (answer.status_code, "under a new idempotency key" in answer.json["detail"]) == (400, True)
+    path = copy(api, source, "new").json["tinker_path"]
+    assert contents(api, path) == NEWER
+    assert {one["tinker_path"] for one in api.get("checkpoints").json["checkpoints"]} == {source, path}
     run = ids.TinkerPath.parse(path).model_id
     assert run not in rebuilt(api, state_url).set_back, "the copy's run has no later history"
-    assert rebuilt(api, state_url, emptied=True).checkpoints.count(path) == 1
-    assert contents(api, path) == newer
+    restored = rebuilt(api, state_url, emptied=True).checkpoints
+    broken = f"tinker://{ids.model_id(ids.copy_session_id(of, 'overwritten'), 0)}/weights/a"
+    assert (restored.count(path), restored.count(broken)) == (1, 0)
+    assert contents(api, path) == NEWER
+
+
+def test_a_repeat_of_a_whole_copy_finds_it_after_its_source_was_overwritten(api: Api) -> None:
+    source = saved(api)
+    path = copy(api, source, "whole").json["tinker_path"]
+    overwritten(api, source)
+    assert copy(api, source, "whole").json == {"tinker_path": path}
+    assert contents(api, path) == FILES
+
+
+def test_a_copy_that_broke_off_in_an_earlier_version_is_made_whole(
+    api: Api, state_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = saved(api)
+    broken_off(api, source, "earlier", monkeypatch)
+    with connect(state_url) as client:
+        for key in client.scan_iter("*models*"):
+            if client.type(key) == b"hash":
+                client.hdel(key, "copied_prefix")
+    path = copy(api, source, "earlier").json["tinker_path"]
+    assert contents(api, path) == FILES
 
 
 def test_a_copy_cannot_be_trained_on(api: Api) -> None:
