@@ -67,8 +67,8 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A training run. `state` is creating, ready or failed; `lora` holds LoraSpec's fields once it is ready, and is
-    empty for full fine-tuning (`full`)."""
+    """A training run. `state` is creating, ready or failed; `lora` holds LoraSpec's fields, and is empty for full
+    fine-tuning (`full`)."""
 
     namespace: ClassVar[str] = "models"
     owner: str

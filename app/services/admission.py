@@ -19,7 +19,7 @@ from app.dispatch import CATCH_UP, Dispatcher, direct_queue, sample_queue, train
 from app.domain import ops
 from app.domain.accounts import Caller, Key, Project
 from app.domain.limits import KEY, PROJECT, Charge, Limits, Payer
-from app.domain.ops import CreateModel, ForwardBackward, Op, SaveWeights, as_asked
+from app.domain.ops import CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, SaveWeights, as_asked
 from app.domain.records import Model, Sampler
 from app.domain.sampling import SampleRequest
 from app.errors import Forbidden, NotFound
@@ -102,11 +102,13 @@ class AdmissionService:
 
     def repeat_of_create(self, model_id: str, source: str, *, optimizer: bool) -> str | None:
         """The request id of the call that created the model, if it did so from this checkpoint; else None. The
-        checkpoint may be gone: the stored call has all that was read from it."""
-        entry = self._oplog.entry(model_id, 0)
-        if entry is None:
+        checkpoint may be gone, and the Op too: the model's record has all that was read from the checkpoint."""
+        model = self._records.find(Model, model_id)
+        if model is None:
             return None
-        return self.repeat_of(model_id, 0, replace(ops.decode(entry.payload), source=source, optimizer=optimizer))
+        lora = LoraSpec(**model.lora) if model.lora else None
+        spec = ModelSpec(model.base_model, lora, model.critic)
+        return self.repeat_of(model_id, 0, CreateModel(spec, source, optimizer))
 
     def admit_sample(self, caller: Caller, sampler_id: str, sampler: Sampler, seq: int, request: SampleRequest) -> str:
         """Admits a sampling request, and returns the request id of its future; a repeat returns the same id.

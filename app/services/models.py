@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from app import ids
@@ -134,6 +134,7 @@ class ModelService:
             asked["session_id"],
             name,
             time.time(),
+            lora=asdict(op.spec.lora) if op.spec.lora else {},
             user_metadata=asked["user_metadata"],
             full=full,
             critic=op.spec.critic,

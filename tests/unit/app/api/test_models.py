@@ -10,6 +10,7 @@ from app import create_app, ids
 from app.api.base import EXTENSION
 from app.domain import ops
 from app.domain.records import BaseModelInfo, Checkpoint, Worker
+from app.domain.results import Result
 from app.errors import BadRequest
 from app.services.base_models import BaseModels
 from app.services.validation import check_lora, check_sampled
@@ -17,6 +18,7 @@ from app.settings import ApiSettings, Settings
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import dump
+from app.stores.redis.types import Lease
 from tests.unit.app.conftest import BASE, Api, add_worker
 
 LORA = {"rank": 8, "train_unembed": True, "train_mlp": True, "train_attn": True}
@@ -219,6 +221,23 @@ def test_a_repeated_create_from_a_checkpoint_is_the_same_call_though_that_was_de
     others = ({"model_seq_id": 1}, {"path": path + "b"}, {"optimizer": False})
     assert [api.post("load_weights", {**body, **other}).status_code for other in others] == [404] * 3
     assert stranger.post("load_weights", body).status_code == 404
+
+
+@pytest.mark.parametrize("result", [Result(b"{}"), Result.failure("its files are damaged")], ids=["done", "failed"])
+def test_a_repeated_create_is_the_same_call_when_its_op_and_its_checkpoint_are_gone(api: Api, result: Result) -> None:
+    path = save_checkpoint(api, api.model())
+    body = {"session_id": api.session(), "model_seq_id": 0, "path": path, "optimizer": True}
+    first = api.post("load_weights", body)
+    model = first.json["model_id"]
+    api.commit(model, 0, result)
+    lease = api.services.oplog.acquire(model, "node/test")
+    assert isinstance(lease, Lease)
+    api.services.records.delete(Checkpoint.namespace, path)
+    answers = [api.post("load_weights", body)]
+    api.services.oplog.set_snapshot(lease, 0, "models/snapshot")
+    assert api.ops(model) == []
+    answers.append(api.post("load_weights", body))
+    assert [(answer.status_code, answer.json) for answer in answers] == [(200, first.json)] * 2
 
 
 def test_optimizer_state_is_only_in_training_checkpoints(api: Api) -> None:
