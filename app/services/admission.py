@@ -20,7 +20,7 @@ from app.domain import ops
 from app.domain.accounts import Caller, Key, Project
 from app.domain.limits import KEY, PROJECT, Charge, Limits, Payer
 from app.domain.ops import CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, SaveWeights, as_asked
-from app.domain.records import Model, Sampler
+from app.domain.records import Model, Sampler, Upload
 from app.domain.sampling import SampleRequest
 from app.errors import Forbidden, NotFound
 from app.services.tenants.access import load_owned
@@ -296,12 +296,21 @@ class QuotaService:
         """The charge of a new session in `project`."""
         return Charge(self._limits.payers(caller, project), sessions=1)
 
-    def reserve(self, caller: Caller | None, project: str, path: ids.TinkerPath, size: int) -> None:
+    def reserve(
+        self,
+        caller: Caller | None,
+        project: str,
+        path: ids.TinkerPath,
+        size: int,
+        upload: tuple[str, Upload] | None = None,
+    ) -> None:
         """Charges a call that creates a checkpoint of `size` bytes at `path` in `project`, and reserves the room for it
         until RedisRecords.put_reserved records it, for as long as its files may take. The caller is None for the
-        operator."""
+        operator. `upload`: an upload to record in the same step, with its id; a repeat charges nothing."""
         payers = self._limits.payers(caller, project) if caller else (self._limits.payer(project),)
-        self._quotas.reserve(str(path), Charge(payers, stores=True, stored=size), RESERVED_S + size / _SLOWEST)
+        charge = Charge(payers, stores=True, stored=size)
+        record = (upload[0], dump(upload[1])) if upload else None
+        self._quotas.reserve(str(path), charge, RESERVED_S + size / _SLOWEST, record)
 
     @contextlib.contextmanager
     def releasing(self, path: ids.TinkerPath) -> Iterator[None]:

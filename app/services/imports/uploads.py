@@ -31,7 +31,7 @@ from app.services.validation import GROUPS, check_lora
 from app.services.views import check_writable, timestamp
 from app.settings import LimitSettings
 from app.stores.objects.base import ObjectStore
-from app.stores.redis.records import RedisRecords, dump
+from app.stores.redis.records import RedisRecords
 
 URL_SECONDS = 3600
 # Each finish in a process may hold a copy of an adapter's files on the local disk.
@@ -64,10 +64,7 @@ class UploadService:
         urls = {
             name: self.objects.presign_put(uploaded(upload_id, name), URL_SECONDS, size) for name, size in sizes.items()
         }
-        if self.records.get(Upload.namespace, upload_id) is None:
-            with self.quotas.releasing(path_of(upload_id)):
-                self.quotas.reserve(caller, project, path_of(upload_id), most)
-                self.records.put_new(Upload.namespace, upload_id, dump(upload))
+        self.quotas.reserve(caller, project, path_of(upload_id), most, (upload_id, upload))
         return {"upload_id": upload_id, "urls": urls, "expires": timestamp(time.time() + URL_SECONDS)}
 
     def finish(self, caller: Caller, upload_id: str) -> str:

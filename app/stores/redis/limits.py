@@ -15,6 +15,7 @@ from app.errors import BudgetSpent, LimitReached, TooManyRequests
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.client import Scripts
+from app.stores.redis.types import Record
 
 _LIMITED = b"limited"
 _TEXTS = {
@@ -55,12 +56,16 @@ class RedisQuotas:
         if asked := of_op(charge):
             check(self._run("take", asked))
 
-    def reserve(self, path: str, charge: Charge, seconds: float) -> None:
+    def reserve(self, path: str, charge: Charge, seconds: float, upload: tuple[str, Record] | None = None) -> None:
         """Charges as `take` does, and reserves room for the checkpoint at `path`, of the charge's `stored` bytes: they
         count from now on, until RedisRecords.put_reserved records the checkpoint, `release`, or the end of `seconds`.
-        An earlier reservation for this path is replaced; if the charge is refused, that one stays."""
+        An earlier reservation for this path is replaced; if the charge is refused, that one stays.
+
+        `upload`: the id and the fields of an upload to record in the same step. Where it exists already, this changes
+        and charges nothing."""
         asked, payers = with_names(charge)
-        check(self._run("reserve", path, asked, payers, charge.stored, int(seconds * 1000)))
+        recorded = [upload[0], *(part for pair in upload[1].items() for part in pair)] if upload else []
+        check(self._run("reserve", path, asked, payers, charge.stored, int(seconds * 1000), *recorded))
 
     def release(self, path: str) -> None:
         """Ends the reservation for the checkpoint at `path`, if there is one."""

@@ -252,8 +252,11 @@ return take(cjson.decode(ARGV[1])) or {}
 -- script: reserve
 -- needs: no_room, now_ms, reserved, take
 -- Charge a call, and reserve room for the checkpoint that it is about to make, in the place of an earlier reservation for
--- this checkpoint. ARGV: path, charge (or ''), names of its payers, bytes, ms until the reservation lapses.
+-- this checkpoint. ARGV: path, charge (or ''), names of its payers, bytes, ms until the reservation lapses, and for an
+-- upload to record in the same step, unless it exists: its id, field, value, ...
 -- Returns {}, or the refusal of `over_limit`; the earlier reservation stays then.
+local upload = ARGV[6] and 'tinsmith:uploads:' .. ARGV[6]
+if upload and redis.call('EXISTS', upload) == 1 then return {} end
 local refusal = no_room(0)
 if refusal then return refusal end
 local payers = {}
@@ -266,6 +269,10 @@ if limited then
   return limited
 end
 set_reservation(ARGV[1], {bytes = ARGV[4], payers = payers, lapses = now_ms() + ARGV[5]})
+if upload then
+  redis.call('HSET', upload, unpack(ARGV, 7))
+  redis.call('ZADD', 'tinsmith:index:uploads', 0, ARGV[6])
+end
 return {}
 
 -- script: end_reservation flags=allow-oom

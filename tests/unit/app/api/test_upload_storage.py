@@ -25,7 +25,7 @@ from app.services.tenants.accounts import AccountService
 from app.stores.disk import Disk
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords
+from app.stores.redis.limits import RedisQuotas
 from tests.peft_adapters import peft_files
 from tests.unit.app.api.test_uploads import (
     ALL,
@@ -63,6 +63,12 @@ def limit(tenant: Tenant, accounts: AccountService, member: Api) -> Callable[[in
     return leave
 
 
+def begin(api: Api, key: str) -> TestResponse:
+    """Starts an upload under an idempotency key."""
+    body, headers = {"base_model": BASE, "lora_config": LORA}, {"X-API-Key": api.key, "X-Idempotency-Key": key}
+    return api.client.post("/api/v1/external_weights_upload_start", json=body, headers=headers)
+
+
 def used(api: Api, payer: str = "project") -> int:
     return int(api.get("limits").json[payer]["used"]["storage_bytes"])
 
@@ -93,7 +99,7 @@ def test_starts_at_the_same_time_never_pass_the_limit_together(
     member: Api, limit: Callable[[int | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit(largest(member) + 10)
-    answers = interleaved(monkeypatch, RedisRecords, "put_new", lambda: start(member))
+    answers = interleaved(monkeypatch, RedisQuotas, "reserve", lambda: start(member))
     answers.append(start(member))
     assert sorted(answer.status_code for answer in answers) == [200, 403]
 
@@ -101,23 +107,32 @@ def test_starts_at_the_same_time_never_pass_the_limit_together(
 def test_a_repeat_of_a_start_returns_its_upload_and_reserves_no_more(
     member: Api, limit: Callable[[int | None], None]
 ) -> None:
-    body = {"base_model": BASE, "lora_config": LORA}
-
-    def begin(key: str) -> TestResponse:
-        headers = {"X-API-Key": member.key, "X-Idempotency-Key": key}
-        return member.client.post("/api/v1/external_weights_upload_start", json=body, headers=headers)
-
     limit(largest(member))
-    first, reserved = begin("one"), used(member)
-    repeat = begin("one")
+    first, reserved = begin(member, "one"), used(member)
+    repeat = begin(member, "one")
     assert (repeat.status_code, repeat.json["upload_id"]) == (200, first.json["upload_id"])
     assert used(member) == reserved
-    assert begin("two").status_code == 403
+    assert begin(member, "two").status_code == 403
     for name, url in repeat.json["urls"].items():
         assert put(member, url, FILES[name]).status_code == 200
     assert finish(member, first.json["upload_id"]).status_code == 200
     stored = used(member)
-    assert (begin("one").status_code, used(member)) == (200, stored)
+    assert (begin(member, "one").status_code, used(member)) == (200, stored)
+
+
+def test_a_repeat_at_the_same_time_is_not_charged_and_keeps_the_reservation(
+    member: Api, tenant: Tenant, accounts: AccountService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = largest(member)
+    before = used(member)
+    accounts.set_limits(tenant.project, {"requests_per_s": 0.0001})
+    member.services.quotas._limits._found.clear()
+    answers = interleaved(monkeypatch, RedisQuotas, "reserve", lambda: begin(member, "one"))
+    answers.append(begin(member, "one"))
+    assert [answer.status_code for answer in answers] == [200, 200], [answer.json for answer in answers]
+    assert answers[0].json["upload_id"] == answers[1].json["upload_id"]
+    assert used(member) == before + most
+    assert begin(member, "two").status_code == 429, "the first one was charged"
 
 
 def test_of_many_starts_at_once_as_many_pass_as_there_is_room_for(
@@ -173,17 +188,6 @@ def test_a_key_pays_for_its_own_uploads_alone(tenant: Tenant, accounts: AccountS
     assert start(member).status_code == 200
     assert start(member).status_code == 403
     assert start(other).status_code == 200
-
-
-def test_a_start_that_fails_reserves_nothing(member: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = used(member)
-
-    def full(*_: Any) -> bool:
-        raise Unavailable("full")
-
-    monkeypatch.setattr(RedisRecords, "put_new", full)
-    assert start(member).status_code == 503
-    assert used(member) == before
 
 
 def no_space(*_: Any) -> None:
