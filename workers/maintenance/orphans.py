@@ -34,7 +34,7 @@ from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords, load
 
 log = logging.getLogger(__name__)
-# Rounds in the time a file must be unreferenced: hourly by default, as each round lists the whole store.
+# Rounds in the time a file must be unreferenced: hourly by default.
 _ROUNDS = 24
 
 
@@ -77,17 +77,16 @@ class Orphans:
         self._next = 0.0
 
     def sweep(self) -> None:
-        if time.monotonic() >= self._next:
+        """Runs a round if one is due. The next one is due a period later also after an error, because each round lists
+        the whole store."""
+        if time.monotonic() < self._next:
+            return
+        try:
             self._remove_expired()
             self._remove_uploads()
-            try:
-                self._collect()
-            except NewerContent as newer:
-                log.warning(
-                    "no orphan is removed now, because a newer version of Tinsmith wrote a call that may need it: %s",
-                    newer,
-                )
+            self._collect_known()
             self._oplog.forget_routes(before=self._routes.remove_old())
+        finally:
             self._next = time.monotonic() + self._period_s
 
     def _remove_expired(self) -> None:
@@ -112,6 +111,15 @@ class Orphans:
                 self._records.delete(Upload.namespace, upload_id)
             elif not upload.finished:
                 yield upload_id
+
+    def _collect_known(self) -> None:
+        """Collects, unless a call cannot be read."""
+        try:
+            self._collect()
+        except NewerContent as newer:
+            log.warning(
+                "no orphan is removed now, because a newer version of Tinsmith wrote a call that may need it: %s", newer
+            )
 
     def _collect(self) -> None:
         unknown = self._payloads.unknown()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ _PREFIX = "moves"
 _MOST_EXPIRED = 10
 """Notes of one deletion. A rebuild takes the newest save that is left, so only the first note counts, until the newest
 saves are swept while a sampler keeps an older one."""
+# Other files there are foreign, such as a `Thumbs.db`.
+_MOVE = re.compile(rf"{_PREFIX}/([^/]+)/[0-9]{{20}}\.json")
 
 
 def note(store: ObjectStore, prefix: str, field: Field, now: float, value: Any) -> None:
@@ -70,7 +73,8 @@ def note_move(store: ObjectStore, session_id: str, now: float, project: str) -> 
 
 def read_moves(store: ObjectStore) -> dict[str, str]:
     """The newest project of each session that was ever moved."""
-    newest = {key.split("/")[1]: key for key in store.list(f"{_PREFIX}/")}  # sorted: the last one stays
+    found = map(_MOVE.fullmatch, store.list(f"{_PREFIX}/"))  # sorted: the last one of a session stays
+    newest = {move[1]: move[0] for move in found if move}
     return {session_id: json.loads(store.read(key))["owner"] for session_id, key in newest.items()}
 
 

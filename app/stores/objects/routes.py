@@ -76,7 +76,7 @@ class RouteFiles:
     def remove_old(self) -> int:
         """Removes the routes of the days before yesterday. Returns yesterday's number."""
         yesterday = self._today() - 1
-        self._objects.delete(key for key in self._objects.list(f"{ROOT}/") if int(key.split("/")[1]) < yesterday)
+        self._objects.delete(key for key in self._objects.list(f"{ROOT}/") if _is_before(key, yesterday))
         return yesterday
 
     def _today(self) -> int:
@@ -85,3 +85,9 @@ class RouteFiles:
 
 def _key(attempt: Attempt, sequence_id: str) -> str:
     return f"{ROOT}/{attempt.day}/{sequence_id}@{attempt.id}"
+
+
+def _is_before(key: str, day: int) -> bool:
+    """True for a key of an earlier day. A foreign file, such as `routes/Thumbs.db`, has no day."""
+    found = key.split("/")[1]
+    return found.isdecimal() and int(found) < day

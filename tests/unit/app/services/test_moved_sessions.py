@@ -96,6 +96,8 @@ def test_a_rebuild_leaves_it_in_its_new_project(api: Api, state_url: str) -> Non
     there_and_back = Caller("key", "user", "org", "new", {first: "member", "new": "member"})
     for project in ("new", first, "new"):
         api.services.sessions.move(session, there_and_back, project)
+    for foreign in ("moves/Thumbs.db", f"moves/{session}/Thumbs.db"):
+        api.services.objects.put_new(foreign, b"x")
     with connect(state_url) as client:
         client.flushall()
         lifecycle = RedisLifecycle(client, api.services.settings.engine)

@@ -366,6 +366,24 @@ def test_routes_count_no_more_once_their_files_are_removed(installation: Install
     assert installation.client.keys("tinsmith:route_bytes:*") == [f"tinsmith:route_bytes:{day - 1}".encode()]
 
 
+def test_a_round_that_fails_is_not_repeated_at_once(installation: Installation, monkeypatch: pytest.MonkeyPatch):
+    listed: list[str] = []
+
+    def fail(prefix: str) -> list[str]:
+        listed.append(prefix)
+        raise Unavailable("the object store is away")
+
+    monkeypatch.setattr(installation.store, "list", fail)
+    lifecycle = RedisLifecycle(installation.client, PATIENT)
+    orphans = Orphans(
+        installation.oplog, lifecycle, installation.records, installation.payloads, installation.store, PATIENT
+    )
+    with pytest.raises(Unavailable):
+        orphans.sweep()
+    orphans.sweep()
+    assert len(listed) == 1
+
+
 def test_files_of_an_import_that_broke_off_go(installation: Installation, tmp_path: Path):
     client, records, store = installation.client, installation.records, installation.store
     lifecycle, quotas = RedisLifecycle(client, PATIENT), RedisQuotas(client, PATIENT)

@@ -82,3 +82,13 @@ def test_routes_live_for_a_day_at_least_and_two_at_most(files: RouteFiles, clock
         files.find(ID, attempt)
     files.remove_old()
     assert store.list("") == ["models/kept"]
+
+
+def test_a_foreign_file_among_the_routes_keeps_none_of_them(
+    files: RouteFiles, clock: Clock, store: FolderStore
+) -> None:
+    files.add({ID: routes(8)})
+    store.put_new("routes/Thumbs.db", b"x")
+    clock.now = 12 * DAY_S
+    files.remove_old()
+    assert store.list("") == ["routes/Thumbs.db"]
