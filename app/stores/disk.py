@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -33,10 +33,10 @@ class Disk:
         free = shutil.disk_usage(self.folder).free if self.least_free else 0
         if not self.least_free or free >= self.least_free + size:
             return ""
-        file = f" and a file of {size >> 20} MiB" if size else ""
+        more = f" and the {size >> 20} MiB to be written" if size else ""
         return (
             f"the disk of {self.name} has {free >> 20} MiB free, less than engine.free_disk_bytes "
-            f"({self.least_free >> 20} MiB){file}"
+            f"({self.least_free >> 20} MiB){more}"
         )
 
     def check(self, size: int = 0) -> None:
@@ -59,25 +59,36 @@ class TemporaryCopies:
     name: str
     least_free: int
     most: int = 4
-    _sizes: list[int] = field(default_factory=list)
+    _sizes: dict[Path, int] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
     @contextmanager
     def folder(self, size: int) -> Iterator[Path]:
         """Yields a folder for a copy of at most `size` bytes, and removes it at the end. Raises Unavailable when there
         are enough copies already, or the disk may have no room for this one."""
-        self._begin(size)
-        try:
-            with tempfile.TemporaryDirectory(prefix="tinsmith-copy-") as folder:
-                yield Path(folder)
-        finally:
-            with self._lock:
-                self._sizes.remove(size)
+        with self._begin(size) as name:
+            folder = Path(name)
+            try:
+                yield folder
+            finally:
+                with self._lock:
+                    del self._sizes[folder]
 
-    def _begin(self, size: int) -> None:
+    def _begin(self, size: int) -> tempfile.TemporaryDirectory[str]:
         with self._lock:
             if len(self._sizes) >= self.most:
                 raise Unavailable(f"{self.most} {self.name} are being sent here already; try again soon")
-            # The other copies may not be on the disk yet.
-            Disk("temporary files", Path(tempfile.gettempdir()), self.least_free).check(sum(self._sizes) + size)
-            self._sizes.append(size)
+            unwritten = sum(max(0, most - _bytes_in(folder)) for folder, most in self._sizes.items())
+            Disk("temporary files", Path(tempfile.gettempdir()), self.least_free).check(unwritten + size)
+            made = tempfile.TemporaryDirectory(prefix="tinsmith-copy-")
+            self._sizes[Path(made.name)] = size
+            return made
+
+
+def _bytes_in(folder: Path) -> int:
+    """The bytes of the files in a folder, without those behind a file that goes meanwhile."""
+    found = 0
+    with suppress(FileNotFoundError):
+        for file in folder.iterdir():
+            found += file.stat().st_size
+    return found

@@ -4,12 +4,14 @@ real one."""
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from app.errors import Unavailable
-from app.stores.disk import Disk
+from app.stores.disk import Disk, TemporaryCopies
 from app.stores.objects import FolderStore
 from workers.checkpoints.snapshot_upload import SnapshotFolder
 
@@ -48,3 +50,19 @@ def test_a_snapshot_waits_for_room_on_its_disk(tmp_path: Path):
     with pytest.raises(Unavailable, match="free_disk_bytes"):
         full.write("session:train:0", 3, 1, fill)
     assert free.write("session:train:0", 3, 1, fill).path.is_dir()
+
+
+def test_a_copy_counts_only_with_the_bytes_that_are_not_on_the_disk_yet(monkeypatch: pytest.MonkeyPatch):
+    free = 50
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    copies = TemporaryCopies("archives", 10)
+    with copies.folder(20) as first:
+        with pytest.raises(Unavailable, match="MiB to be written"), copies.folder(21):
+            pass
+        (first / "file").write_bytes(bytes(15))
+        free -= 15
+        with copies.folder(20):
+            pass
+        with pytest.raises(Unavailable), copies.folder(21):
+            pass
+    assert not first.exists()
