@@ -108,7 +108,7 @@ MUTANTS = (
     Mutant(
         "gpu loads: a worker that waits for a GPU holds no other one",
         _LOADS,
-        "fcntl.flock(each, fcntl.LOCK_UN)",
+        "_unlock(each)",
         "pass",
         f"{_OF_LOADS}::test_a_sampler_that_waits_for_one_gpu_says_so_and_keeps_nobody_from_another",
         slow=True,

@@ -188,14 +188,14 @@ MUTANTS = (
     Mutant(
         "disk: no save",
         "workers/checkpoints/writer.py",
-        "        disk.check()\n",
+        "            self.scratch.check()\n",
         "",
         "tests/unit/workers/checkpoints/test_writer.py::test_a_save_waits_for_room_on_its_disk",
     ),
     Mutant(
         "saves: where the next start removes them",
         "workers/checkpoints/writer.py",
-        "TemporaryDirectory(dir=disk.folder)",
+        "TemporaryDirectory(dir=folder)",
         "TemporaryDirectory()",
         "tests/unit/workers/checkpoints/test_writer.py::"
         "test_a_killed_save_leaves_nothing_behind_the_next_start_of_its_worker",
