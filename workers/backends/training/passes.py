@@ -9,7 +9,6 @@ The outputs of a chunk come first; the backward pass follows once the loss is kn
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -50,19 +49,19 @@ class PolicyOutputs:
         keep: bool,
         entropy: bool = False,
     ) -> None:
-        """`keep`: `gradient` will be called. The first chunks that fit in memory are kept for it."""
+        """`keep`: `gradient` will be called."""
         self._head, self._hidden, self._targets, self._segments = head, hidden, targets, segments
-        self._kept: deque[Scored] = deque()
+        self._kept: list[Scored] = []
         wide = hidden.shape[1] if head.weight is None else len(head.weight)
         sizes = chunk_sizes(hidden.device)
         step = max(1, sizes.rows * _WIDE // max(_WIDE, wide))
         self._chunks = [slice(start, min(start + step, len(hidden))) for start in range(0, max(1, len(hidden)), step)]
         found, entropies = [], []
         for rows in self._chunks:
-            scored = self._score(rows, entropy=entropy)
+            scored = head.score(hidden[rows], targets[rows], list(lora.within(self._segments, rows)), entropy=entropy)
             found.append(scored.logprobs)
             entropies.append(scored.entropy)
-            if keep and rows.stop * scored.exps.shape[1] <= sizes.kept:
+            if keep and len(hidden) * scored.exps.shape[1] <= sizes.kept:
                 self._kept.append(scored)
             del scored  # else two chunks' logits are in memory at once
         self.scores = torch.cat(found)
@@ -75,23 +74,21 @@ class PolicyOutputs:
         LmHead.backward."""
         found = torch.zeros_like(self._hidden)
         every = seed.ne(0).any(-1).cpu()  # a GPU waits here, once for all chunks
-        for rows in self._chunks:
-            scored = self._kept.popleft() if self._kept else None
+        for i, rows in enumerate(self._chunks):
             wanted = every[rows]
             count = int(wanted.sum())
-            if not count:
-                continue
-            scored = scored or self._score(rows)
             if count > _WORTH_PICKING * len(wanted):
-                found[rows] = self._head.backward(scored, seed[rows])
-            else:
+                found[rows] = self._head.backward(self._scored(i), seed[rows])
+            elif count:
                 chosen = moved(wanted.nonzero()[:, 0], seed.device)
-                found[rows][chosen] = self._head.backward(scored.only(wanted), seed[rows][chosen])
+                found[rows][chosen] = self._head.backward(self._scored(i).only(wanted), seed[rows][chosen])
         return found
 
-    def _score(self, rows: slice, *, entropy: bool = False) -> Scored:
-        segments = list(lora.within(self._segments, rows))
-        return self._head.score(self._hidden[rows], self._targets[rows], segments, entropy=entropy)
+    def _scored(self, chunk: int) -> Scored:
+        if self._kept:
+            return self._kept[chunk]
+        rows = self._chunks[chunk]
+        return self._head.score(self._hidden[rows], self._targets[rows], list(lora.within(self._segments, rows)))
 
 
 class ValueOutputs:

@@ -110,39 +110,6 @@ def test_given_logits_are_read_like_a_heads_and_left_alone() -> None:
     assert torch.equal(logits, before)
 
 
-def scored_again(kept: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[Tensor | None]]:
-    """The number of chunks of 7 rows that are scored for the backward pass, and all gradients."""
-    monkeypatch.setattr(passes, "chunk_sizes", lambda device: ChunkSizes(7, 2**18, kept))
-    torch.manual_seed(0)
-    weight, hidden, seed = torch.randn(VOCAB, WIDTH), torch.randn(ROWS, WIDTH), torch.randn(ROWS, 1)
-    seed[7:14] = 0  # the second chunk has no gradient
-    own, calls, score = adapter(1, 4), [], LmHead.score
-
-    def noted(head: LmHead, *others: Any, **named: Any) -> Scored:
-        calls.append(None)
-        return score(head, *others, **named)
-
-    monkeypatch.setattr(LmHead, "score", noted)
-    with torch.no_grad():
-        head = LmHead(weight, "lm_head", LogitRule())
-        read = PolicyOutputs(head, hidden, torch.randint(0, VOCAB, (ROWS, 1)), [(own, ROWS)], keep=True)
-        calls.clear()
-        gradient = read.gradient(seed)
-    return len(calls), [gradient, own.pairs["lm_head"].a.grad, own.pairs["lm_head"].b.grad]
-
-
-@pytest.mark.parametrize(("chunks", "again"), [(0, 3), (1, 2), (2, 2), (3, 1)])
-def test_only_chunks_that_do_not_fit_in_memory_are_made_again(
-    chunks: int, again: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, wanted = scored_again(ROWS * VOCAB, monkeypatch)
-    calls, found = scored_again(chunks * 7 * VOCAB + 6, monkeypatch)
-    assert calls == again
-    for one, other in zip(found, wanted, strict=True):
-        assert one is not None and other is not None
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_exponentials_are_those_of_the_loop(dtype: torch.dtype) -> None:
     """As a GPU computes them."""
