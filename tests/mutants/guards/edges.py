@@ -111,7 +111,7 @@ MUTANTS = (
         f"{_PAUSES}::test_a_running_sample_is_reported_lost_and_goes_back_without_an_attempt",
     ),
     Mutant(
-        "pauses: a sample that is put off while it is throttled stays so",
+        "pauses: a throttled sample that is put off stays throttled",
         f"{_LUA}/samples.lua",
         " and ring ~= 'held' then",
         " then",
