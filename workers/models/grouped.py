@@ -194,7 +194,7 @@ class _Joined(torch.autograd.Function):
         _keep(ctx, x, low, stack, ends)
         ctx.weight = linear.weight
         if ends is None:
-            return nn.functional.linear(x, linear.weight, linear.bias).addmm_(low, stack.b[0].mT)
+            return nn.functional.linear(low, stack.b[0], linear.bias).addmm_(x, linear.weight.mT)
         out = _product(low, stack.b.mT, ends).addmm_(x, linear.weight.mT)
         return out if linear.bias is None else out.add_(linear.bias)
 

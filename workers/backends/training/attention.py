@@ -131,7 +131,7 @@ def _varlen(
 ) -> Tensor:
     """The attention of all datums in one call: [1, T, heads, E]."""
     ends, longest = _ends(tuple(runs), query.device)
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     seen = (-1 if window is None else window - 1, 0)
     if sinks is None:
         attended = _grouping(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=seen)
@@ -196,10 +196,15 @@ def _ends(runs: tuple[Run, ...], device: torch.device) -> tuple[Tensor, int]:
 
 
 def _cut(tensor: Tensor, runs: Sequence[Run]) -> Iterator[Tensor]:
-    """Cuts [B, heads, T, D] into a tensor [B · datums, heads, length, D] for each run: a view where B is 1."""
-    parts = torch.split(tensor, [count * length for count, length in runs], dim=2)
+    """Cuts [B, heads, T, D] into a tensor [B · datums, heads, length, D] for each run: a view where B is 1.
+
+    The tokens come first while it cuts, as they do in memory. Otherwise the gradients of query, key and value would be
+    copied twice a layer.
+    """
+    rows = tensor.transpose(1, 2)
+    parts = [rows] if len(runs) == 1 else torch.split(rows, [count * length for count, length in runs], dim=1)
     for part, (count, length) in zip(parts, runs, strict=True):
-        yield part.view(*part.shape[:2], count, length, -1).transpose(1, 2).flatten(0, 1)
+        yield part.unflatten(1, (count, length)).flatten(0, 1).transpose(1, 2)
 
 
 def _attend(
