@@ -41,17 +41,21 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stack:
-    """The pairs of one linear: `a` [segments, rank, in], times `scalings` fp32 [segments, 1, 1], and `b` [segments,
-    out, rank], in the base's dtype. The rank is the greatest, rounded up; zeros stand for what a segment lacks."""
+    """The pairs of one linear in the base's dtype: `a` [segments, rank, in], times the segments' scalings, and `b`
+    [segments, out, rank]. The rank is the greatest, rounded up; zeros stand for what a segment lacks."""
 
     pairs: Pairs
     a: Tensor
     b: Tensor
-    scalings: Tensor
+    gradients: Gradients
 
     def parameters(self) -> list[Tensor]:
         """The pairs' tensors: A, B, A, B, ..."""
         return [tensor for pair in self.pairs if pair is not None for tensor in pair]
+
+    def present(self, of_each: Sequence[float]) -> list[float]:
+        """Returns those of one number for each segment whose segment has a pair."""
+        return [one for one, pair in zip(of_each, self.pairs, strict=True) if pair is not None]
 
     def parts(self, a: Tensor, b: Tensor) -> list[Tensor]:
         """Cuts tensors shaped as `self.a` and `self.b` into parts shaped as `parameters`."""
@@ -63,6 +67,60 @@ class Stack:
         ]
 
 
+class Gradients:
+    """The gradients of stacks that were made together, until the end of a backward pass.
+
+    Then they reach all parameters in one walk. As results of the autograd functions each would be a node of autograd:
+    16 adapters of Qwen3-0.6B have 6,272.
+    """
+
+    def __init__(self, scalings: Sequence[float]) -> None:
+        """`scalings`: one for each segment."""
+        self._scalings = scalings
+        self._found: list[tuple[Stack, Tensor, Tensor]] = []
+        self.anchor = torch.empty(0, requires_grad=True)
+        """An input of the autograd functions, so that autograd records them."""
+
+    def add(self, stack: Stack, of_a: Tensor, of_b: Tensor) -> None:
+        """Adds the gradients in a stack's `a`, without the scalings, and `b`. Called in a backward pass."""
+        if not self._found:
+            torch.autograd.Variable._execution_engine.queue_callback(self._give)
+        self._found.append((stack, of_a, of_b))
+
+    @torch.no_grad()
+    def _give(self) -> None:
+        found, self._found = self._found, []
+        products = [product for _, *both in found for product in both]
+        shapes = [product.shape for product in products]
+        exact = _cut(products[0].new_empty(sum(map(prod, shapes)), dtype=torch.float32), shapes)
+        torch._foreach_copy_(exact, products)
+        stacks = [stack for stack, _, _ in found]
+        parts = [
+            part for stack, *both in zip(stacks, exact[::2], exact[1::2], strict=True) for part in stack.parts(*both)
+        ]
+        torch._foreach_mul_(parts[::2], [scaling for stack in stacks for scaling in stack.present(self._scalings)])
+        _accumulate([parameter for stack in stacks for parameter in stack.parameters()], parts)
+
+
+def _accumulate(parameters: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Adds the parts to the parameters' `.grad`. A parameter may come twice, and may be a part of another one."""
+    held: dict[Tensor, Tensor] = {}
+    computed: list[tuple[Tensor, Tensor]] = []
+    for parameter, part in zip(parameters, parts, strict=True):
+        if not parameter.is_leaf:
+            computed.append((parameter, part))
+        elif parameter.grad is None:
+            parameter.grad = part
+        elif parameter in held:
+            parameter.grad.add_(part)
+        else:
+            held[parameter] = part
+    if held:
+        torch._foreach_add_([one.grad for one in held if one.grad is not None], [*held.values()])
+    if computed:
+        torch.autograd.backward(*zip(*computed, strict=True))
+
+
 @torch.no_grad()
 def stacked(linears: Mapping[str, Pairs], scalings: Sequence[float], like: Tensor) -> dict[str, Stack]:
     """Copies the pairs of every linear into stacks of the dtype and on the device of `like`.
@@ -72,20 +130,22 @@ def stacked(linears: Mapping[str, Pairs], scalings: Sequence[float], like: Tenso
     if not linears:
         return {}
     shapes = [shape for pairs in linears.values() for shape in _shapes(pairs)]
-    sizes = [prod(shape) for shape in shapes]
-    parts = torch.split(like.new_zeros(sum(sizes)), sizes)
-    views = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
-    factors = torch.tensor(scalings).to(like.device, non_blocking=True)[:, None, None]
-    found = {path: Stack(pairs, next(views), next(views), factors) for path, pairs in linears.items()}
+    views = iter(_cut(like.new_zeros(sum(map(prod, shapes))), shapes))
+    gradients = Gradients(scalings)
+    found = {path: Stack(pairs, next(views), next(views), gradients) for path, pairs in linears.items()}
     copies = [part for stack in found.values() for part in stack.parts(stack.a, stack.b)]
     masters = [tensor for stack in found.values() for tensor in stack.parameters()]
-    of_each = [
-        scaling for pairs in linears.values() for pair, scaling in zip(pairs, scalings, strict=True) if pair is not None
-    ]
+    of_each = [scaling for stack in found.values() for scaling in stack.present(scalings)]
     for kind in (slice(0, None, 2), slice(1, None, 2)):  # one unlike pair of strides makes a call copy one by one
         torch._foreach_copy_(copies[kind], masters[kind])
     torch._foreach_mul_(copies[::2], of_each)
     return found
+
+
+def _cut(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Returns consecutive parts of `flat` in these shapes."""
+    parts = torch.split(flat, [prod(shape) for shape in shapes])
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _shapes(pairs: Pairs) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -107,7 +167,7 @@ def added(x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None) -> Tensor:
         _add_(out.view(len(x), -1), _product(x, stack.a.mT, ends), stack.b, ends)
         return out
     own = out.clone() if out._is_view() else out  # autograd would copy the gradients of a view
-    found: Tensor = _AddProducts.apply(x, own, stack, ends, *stack.parameters())  # type: ignore[no-untyped-call]
+    found: Tensor = _AddProducts.apply(x, own, stack, ends, stack.gradients.anchor)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -127,7 +187,7 @@ def joined(x: Tensor, linear: nn.Linear, stack: Stack, ends: Tensor | None) -> T
     The large products add to the small ones in their own kernels, forward and backward. For 8,192 tokens of Qwen3-8B a
     kernel that adds takes 74 µs on an H100, and a layer had 7 more of them (14 with several segments).
     """
-    found: Tensor = _Joined.apply(x.contiguous(), linear, stack, ends, *stack.parameters())  # type: ignore[no-untyped-call]
+    found: Tensor = _Joined.apply(x.contiguous(), linear, stack, ends, stack.gradients.anchor)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -153,23 +213,23 @@ def _keep(ctx: Any, x: Tensor, low: Tensor, stack: Stack, ends: Tensor | None) -
     ctx.save_for_backward(x, low)
 
 
-def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Returns the gradients of `low` and of the stack's parameters, from that of the output [T, out].
+def _gradients(ctx: Any, gradient: Tensor) -> Tensor:
+    """Returns the gradient of `low` from that of the output [T, out]; the stack gets its own.
 
-    Written by hand: those of all segments come from one product, and each parameter's is a part of that.
+    Written by hand: those of all segments come from one product.
     """
     x, low = ctx.saved_tensors
     low_gradient = _product(gradient, ctx.stack.b, ctx.ends)
-    of_a = _product(low_gradient.mT, x, ctx.ends) * ctx.stack.scalings
-    of_b = _product(gradient.mT, low, ctx.ends).float()
-    return low_gradient, ctx.stack.parts(of_a, of_b)
+    of_a, of_b = _product(low_gradient.mT, x, ctx.ends), _product(gradient.mT, low, ctx.ends)
+    ctx.stack.gradients.add(ctx.stack, of_a, of_b)
+    return low_gradient
 
 
 class _AddProducts(torch.autograd.Function):
-    """The autograd function behind `added`. `parameters` are the stack's, passed so that autograd sees them."""
+    """The autograd function behind `added`. `anchor`: see Gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None, anchor: Tensor) -> Tensor:
         low = _product(x, stack.a.mT, ends)
         _add_(out.view(len(x), -1), low, stack.b, ends)
         _keep(ctx, x, low, stack, ends)
@@ -179,17 +239,15 @@ class _AddProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         rows = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
-        low_gradient, of_parameters = _gradients(ctx, rows)
-        return _product(low_gradient, ctx.stack.a, ctx.ends), grads[0], None, None, *of_parameters
+        low_gradient = _gradients(ctx, rows)
+        return _product(low_gradient, ctx.stack.a, ctx.ends), grads[0], None, None, None
 
 
 class _Joined(torch.autograd.Function):
-    """The autograd function behind `joined`. `parameters` are the stack's, passed so that autograd sees them."""
+    """The autograd function behind `joined`. `anchor`: see Gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, linear: nn.Linear, stack: Stack, ends: Tensor | None, *parameters: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, linear: nn.Linear, stack: Stack, ends: Tensor | None, anchor: Tensor) -> Tensor:
         low = _product(x, stack.a.mT, ends)
         _keep(ctx, x, low, stack, ends)
         ctx.weight = linear.weight
@@ -201,8 +259,8 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         gradient = grads[0].contiguous()
-        low_gradient, of_parameters = _gradients(ctx, gradient)
+        low_gradient = _gradients(ctx, gradient)
         of_x = None
         if ctx.needs_input_grad[0]:  # not below the first layer, where it would be a large product for nothing
             of_x = _product(low_gradient, ctx.stack.a, ctx.ends).addmm_(gradient, ctx.weight)
-        return of_x, None, None, None, *of_parameters
+        return of_x, None, None, None, None

@@ -204,7 +204,7 @@ def _cut(tensor: Tensor, runs: Sequence[Run]) -> Iterator[Tensor]:
     rows = tensor.transpose(1, 2)
     parts = [rows] if len(runs) == 1 else torch.split(rows, [count * length for count, length in runs], dim=1)
     for part, (count, length) in zip(parts, runs, strict=True):
-        yield part.unflatten(1, (count, length)).flatten(0, 1).transpose(1, 2)
+        yield part.view(len(part), count, length, *part.shape[2:]).flatten(0, 1).transpose(1, 2)
 
 
 def _attend(

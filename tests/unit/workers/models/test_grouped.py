@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from app.domain.ops import LoraSpec
 from workers.backends.training.memory import _recomputed
 from workers.models import grouped, lora
-from workers.models.lora import Adapter
+from workers.models.lora import Adapter, LoraPair
 
 Segments = Sequence[tuple[Adapter | None, int]]
 
@@ -104,6 +105,29 @@ def test_grouped_products_learn_the_same_as_runs(
     wanted = learnt(model, segments, rows=rows)
     group()
     assert_same(learnt(model, segments, rows=rows), wanted)
+
+
+def test_gradients_reach_parameters_of_which_a_pass_has_a_part(model: nn.Module, group: Callable[[], None]) -> None:
+    """As under tensor parallelism, beside an adapter that the pass has whole. A second pass adds to the first."""
+    group()
+    whole, other = adapter(model, 8), adapter(model, 8)
+
+    def split() -> Adapter:
+        parts = {path: (pair.a[:], pair.b * 1) for path, pair in whole.pairs.items()}
+        return Adapter(whole.spec, {path: LoraPair(*cast(Any, both)) for path, both in parts.items()})
+
+    found = []
+    for made in (lambda: whole, split):
+        for _ in range(2):
+            with lora.use([(other, 4), (made(), 5)]):
+                out = model(torch.ones(9, 16))
+            out.square().sum().backward()
+        parameters = [*whole.tensors.values(), *other.tensors.values()]
+        found.append([one.grad for one in parameters if one.grad is not None])
+        assert len(found[-1]) == len(parameters)
+        whole.drop_gradients()
+        other.drop_gradients()
+    assert_same(found[1], found[0])
 
 
 @pytest.mark.parametrize("case", CASES)
