@@ -87,28 +87,28 @@ def test_the_host_waits_four_times_for_a_copy_of_a_model_however_many_tensors_it
 
 
 def test_a_layer_with_one_tenant_has_few_kernels(counts: Counts) -> None:
-    assert counts["1 tenant"]["layer"] <= 192
+    assert counts["1 tenant"]["layer"] <= 182
 
 
 def test_a_layer_with_16_tenants_has_few_more(counts: Counts) -> None:
     """However many tokens each tenant has. In runs of equal ones, uneven tenants had 2,222. Four are for the norms of
     their gradients in the layer, 224 tensors, and two for the scalings of half of them."""
-    assert counts["16 tenants"]["layer"] <= 246
+    assert counts["16 tenants"]["layer"] <= 227
     assert counts["16 uneven tenants"]["layer"] == counts["16 tenants"]["layer"]
 
 
-def test_a_layer_of_fused_kernels_has_at_most_79(measured: dict[str, Any]) -> None:
-    """The default on a GPU, where `tests/gpu` counts them again. With 16 tenants it has 54 more: its 42 products with
+def test_a_layer_of_fused_kernels_has_at_most_69(measured: dict[str, Any]) -> None:
+    """The default on a GPU, where `tests/gpu` counts them again. With 16 tenants it has 45 more: its 33 products with
     adapters are grouped, which takes two kernels each, and twelve are for the adapters' stacks, scalings and norms."""
-    assert measured["fused layers"]["1 tenant"] <= 79
-    assert measured["fused layers"]["16 uneven tenants"] <= 133
+    assert measured["fused layers"]["1 tenant"] <= 69
+    assert measured["fused layers"]["16 uneven tenants"] <= 114
 
 
 def test_head_and_losses_have_few_kernels_for_each_tenant(counts: Counts) -> None:
     """They are all kernels outside of layers. Each Op has its own loss with own settings and results, which take 49,
     and the head's adapters are 17 each. Targets reach the device once for all Ops."""
-    assert counts["1 tenant"]["rest"] <= 141
-    assert max(case["rest"] for case in counts.values()) <= 141 + 15 * 66
+    assert counts["1 tenant"]["rest"] <= 145
+    assert max(case["rest"] for case in counts.values()) <= 145 + 15 * 66
 
 
 def test_a_layer_attends_once_whatever_the_lengths_of_its_datums(counts: Counts) -> None:
@@ -118,7 +118,7 @@ def test_a_layer_attends_once_whatever_the_lengths_of_its_datums(counts: Counts)
 
 def test_sinks_of_16_uneven_datums_are_few_kernels(counts: Counts) -> None:
     """Four more than without sinks. In a call for each length the layer had 593."""
-    assert counts["1 tenant, 16 uneven datums, sinks"]["layer"] <= 252
+    assert counts["1 tenant, 16 uneven datums, sinks"]["layer"] <= 245
 
 
 def test_a_layer_keeps_few_bytes_of_a_token_however_many_tenants_there_are(counts: Counts) -> None:

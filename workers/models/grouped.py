@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from math import prod
 from typing import Any, TypeGuard
 
@@ -41,27 +42,46 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stack:
-    """The pairs of one linear in the base's dtype: `a` [segments, rank, in], times the segments' scalings, and `b`
-    [segments, out, rank]. The rank is the greatest, rounded up; zeros stand for what a segment lacks."""
+    """The pairs of linears that read the same input, in the base's dtype: `a` [segments, linears · rank, in], times the
+    segments' scalings, and `b`, of each linear [segments, out, rank].
 
-    pairs: Pairs
+    The rank is the greatest, rounded up; zeros stand for what a segment lacks.
+    """
+
+    linears: Mapping[str, Pairs]
     a: Tensor
-    b: Tensor
+    b: Sequence[Tensor]
     gradients: Gradients
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[1] // len(self.linears)
+
+    def only(self, path: str) -> Stack:
+        """Returns the part of one linear."""
+        place = [*self.linears].index(path)
+        a = torch.split(self.a, self.rank, 1)[place]
+        return Stack({path: self.linears[path]}, a, [self.b[place]], self.gradients)
 
     def parameters(self) -> list[Tensor]:
         """The pairs' tensors: A, B, A, B, ..."""
-        return [tensor for pair in self.pairs if pair is not None for tensor in pair]
+        return [tensor for pairs in self.linears.values() for pair in pairs if pair is not None for tensor in pair]
 
-    def present(self, of_each: Sequence[float]) -> list[float]:
-        """Returns those of one number for each segment whose segment has a pair."""
-        return [one for one, pair in zip(of_each, self.pairs, strict=True) if pair is not None]
+    def present(self, of_segments: Sequence[float]) -> list[float]:
+        """Returns for each pair the number of its segment."""
+        return [
+            one
+            for pairs in self.linears.values()
+            for one, pair in zip(of_segments, pairs, strict=True)
+            if pair is not None
+        ]
 
-    def parts(self, a: Tensor, b: Tensor) -> list[Tensor]:
+    def parts(self, a: Tensor, b: Sequence[Tensor]) -> list[Tensor]:
         """Cuts tensors shaped as `self.a` and `self.b` into parts shaped as `parameters`."""
         return [
             part
-            for one_a, one_b, pair in zip(a, b, self.pairs, strict=True)
+            for pairs, *both in zip(self.linears.values(), torch.split(a, self.rank, 1), b, strict=True)
+            for pair, one_a, one_b in zip(pairs, *both, strict=True)
             if pair is not None
             for part in (one_a[: len(pair[0])], one_b[:, : len(pair[0])])
         ]
@@ -77,27 +97,28 @@ class Gradients:
     def __init__(self, scalings: Sequence[float]) -> None:
         """`scalings`: one for each segment."""
         self._scalings = scalings
-        self._found: list[tuple[Stack, Tensor, Tensor]] = []
+        self._found: list[tuple[Stack, list[Tensor]]] = []
         self.anchor = torch.empty(0, requires_grad=True)
         """An input of the autograd functions, so that autograd records them."""
 
-    def add(self, stack: Stack, of_a: Tensor, of_b: Tensor) -> None:
+    def add(self, stack: Stack, of_a: Tensor, of_b: Sequence[Tensor]) -> None:
         """Adds the gradients in a stack's `a`, without the scalings, and `b`. Called in a backward pass."""
         if not self._found:
             torch.autograd.Variable._execution_engine.queue_callback(self._give)
-        self._found.append((stack, of_a, of_b))
+        self._found.append((stack, [of_a, *of_b]))
 
     @torch.no_grad()
     def _give(self) -> None:
         found, self._found = self._found, []
-        products = [product for _, *both in found for product in both]
+        products = [product for _, of_stack in found for product in of_stack]
         shapes = [product.shape for product in products]
         exact = _cut(products[0].new_empty(sum(map(prod, shapes)), dtype=torch.float32), shapes)
         torch._foreach_copy_(exact, products)
-        stacks = [stack for stack, _, _ in found]
+        left = iter(exact)
         parts = [
-            part for stack, *both in zip(stacks, exact[::2], exact[1::2], strict=True) for part in stack.parts(*both)
+            part for stack, of_stack in found for part in stack.parts(next(left), [*islice(left, len(of_stack) - 1)])
         ]
+        stacks = [stack for stack, _ in found]
         torch._foreach_mul_(parts[::2], [scaling for stack in stacks for scaling in stack.present(self._scalings)])
         _accumulate([parameter for stack in stacks for parameter in stack.parameters()], parts)
 
@@ -105,10 +126,10 @@ class Gradients:
 def _accumulate(parameters: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     """Adds the parts to the parameters' `.grad`. A parameter may come twice, and may be a part of another one."""
     held: dict[Tensor, Tensor] = {}
-    computed: list[tuple[Tensor, Tensor]] = []
+    computed: dict[Tensor, Tensor] = {}
     for parameter, part in zip(parameters, parts, strict=True):
         if not parameter.is_leaf:
-            computed.append((parameter, part))
+            computed[parameter] = computed[parameter] + part if parameter in computed else part
         elif parameter.grad is None:
             parameter.grad = part
         elif parameter in held:
@@ -118,28 +139,29 @@ def _accumulate(parameters: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     if held:
         torch._foreach_add_([one.grad for one in held if one.grad is not None], [*held.values()])
     if computed:
-        torch.autograd.backward(*zip(*computed, strict=True))
+        torch.autograd.backward([*computed], [*computed.values()])
 
 
 @torch.no_grad()
-def stacked(linears: Mapping[str, Pairs], scalings: Sequence[float], like: Tensor) -> dict[str, Stack]:
-    """Copies the pairs of every linear into stacks of the dtype and on the device of `like`.
+def stacked(groups: Sequence[Mapping[str, Pairs]], scalings: Sequence[float], like: Tensor) -> dict[str, Stack]:
+    """Copies the pairs of every linear into stacks of the dtype and on the device of `like`; returns them by linear.
 
-    All linears together take a few kernels; B's of unequal ranks take one each.
+    `groups`: the linears that read the same input. All of them together take a few kernels; B's of unequal ranks take
+    one each.
     """
-    if not linears:
+    if not groups:
         return {}
-    shapes = [shape for pairs in linears.values() for shape in _shapes(pairs)]
-    views = iter(_cut(like.new_zeros(sum(map(prod, shapes))), shapes))
+    shapes = [_shapes(group) for group in groups]
+    every = [shape for of_group in shapes for shape in of_group]
+    views = iter(_cut(like.new_zeros(sum(map(prod, every))), every))
     gradients = Gradients(scalings)
-    found = {path: Stack(pairs, next(views), next(views), gradients) for path, pairs in linears.items()}
-    copies = [part for stack in found.values() for part in stack.parts(stack.a, stack.b)]
-    masters = [tensor for stack in found.values() for tensor in stack.parameters()]
-    of_each = [scaling for stack in found.values() for scaling in stack.present(scalings)]
+    stacks = [Stack(group, next(views), [*islice(views, len(group))], gradients) for group in groups]
+    copies = [part for stack in stacks for part in stack.parts(stack.a, stack.b)]
+    masters = [tensor for stack in stacks for tensor in stack.parameters()]
     for kind in (slice(0, None, 2), slice(1, None, 2)):  # one unlike pair of strides makes a call copy one by one
         torch._foreach_copy_(copies[kind], masters[kind])
-    torch._foreach_mul_(copies[::2], of_each)
-    return found
+    torch._foreach_mul_(copies[::2], [scaling for stack in stacks for scaling in stack.present(scalings)])
+    return {path: stack for stack in stacks for path in stack.linears}
 
 
 def _cut(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -148,23 +170,25 @@ def _cut(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _shapes(pairs: Pairs) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """The shapes of a Stack's a and b."""
-    real = [pair for pair in pairs if pair is not None]
-    rank = max(len(a) for a, _ in real)
+def _shapes(group: Mapping[str, Pairs]) -> list[tuple[int, int, int]]:
+    """The shape of a Stack's a, and those of its b."""
+    real = {path: [pair for pair in pairs if pair is not None] for path, pairs in group.items()}
+    rank = max(len(a) for pairs in real.values() for a, _ in pairs)
     rank += -rank % _ALIGNMENT
-    a, b = real[0]
-    return (len(pairs), rank, a.shape[1]), (len(pairs), len(b), rank)
+    firsts = [pairs[0] for pairs in real.values()]
+    segments = len(next(iter(group.values())))
+    return [(segments, len(group) * rank, firsts[0][0].shape[1]), *((segments, len(b), rank) for _, b in firsts)]
 
 
 def added(x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None) -> Tensor:
     """Adds each segment's scaling · x Aᵀ Bᵀ, for x [T, in], to out [..., out features] in place, unless that is a view.
 
-    `ends`, int32 [segments] on the device: where the segments' rows end; None for one segment.
+    `stack`: that of one linear. `ends`, int32 [segments] on the device: where the segments' rows end; None for one
+    segment.
     """
     x = x.contiguous()  # columns in the place of rows would have to start at multiples of 16 bytes
     if torch.is_inference_mode_enabled():
-        _add_(out.view(len(x), -1), _product(x, stack.a.mT, ends), stack.b, ends)
+        _add_(out.view(len(x), -1), _product(x, stack.a.mT, ends), stack.b[0], ends)
         return out
     own = out.clone() if out._is_view() else out  # autograd would copy the gradients of a view
     found: Tensor = _AddProducts.apply(x, own, stack, ends, stack.gradients.anchor)  # type: ignore[no-untyped-call]
@@ -181,13 +205,15 @@ def joins(linear: nn.Module, x: Tensor, segments: int) -> TypeGuard[nn.Linear]:
     return not linear.weight.requires_grad and suits(x, linear.weight.mT, segments)
 
 
-def joined(x: Tensor, linear: nn.Linear, stack: Stack, ends: Tensor | None) -> Tensor:
-    """Computes x Wᵀ + bias and each segment's scaling · x Aᵀ Bᵀ: [T, out features], for x [T, in]. `ends`: see `added`.
+def joined(x: Tensor, linears: Sequence[nn.Linear], stack: Stack, ends: Tensor | None) -> Sequence[Tensor]:
+    """Computes for each linear of the stack x Wᵀ + bias and each segment's scaling · x Aᵀ Bᵀ: [T, out features], for
+    x [T, in]. `ends`: see `added`.
 
     The large products add to the small ones in their own kernels, forward and backward. For 8,192 tokens of Qwen3-8B a
-    kernel that adds takes 74 µs on an H100, and a layer had 7 more of them (14 with several segments).
+    kernel that adds takes 74 µs on an H100, and a layer had 7 more of them (14 with several segments). All A's are one
+    product, and so are their gradients.
     """
-    found: Tensor = _Joined.apply(x.contiguous(), linear, stack, ends, stack.gradients.anchor)  # type: ignore[no-untyped-call]
+    found: Sequence[Tensor] = _Joined.apply(x.contiguous(), linears, stack, ends, stack.gradients.anchor)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -208,21 +234,24 @@ def _product(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
 
 
 def _keep(ctx: Any, x: Tensor, low: Tensor, stack: Stack, ends: Tensor | None) -> None:
-    """Keeps what `_gradients` needs: x [T, in], and low [T, rank], its product with A."""
+    """Keeps what `_gradients` needs: x [T, in], and low [T, linears · rank], its product with A."""
     ctx.stack, ctx.ends = stack, ends
     ctx.save_for_backward(x, low)
 
 
-def _gradients(ctx: Any, gradient: Tensor) -> Tensor:
-    """Returns the gradient of `low` from that of the output [T, out]; the stack gets its own.
+def _gradients(ctx: Any, gradients: Sequence[Tensor]) -> Tensor:
+    """Returns the gradient of `low` from those of the outputs [T, out]; the stack gets its own.
 
     Written by hand: those of all segments come from one product.
     """
+    stack, ends = ctx.stack, ctx.ends
     x, low = ctx.saved_tensors
-    low_gradient = _product(gradient, ctx.stack.b, ctx.ends)
-    of_a, of_b = _product(low_gradient.mT, x, ctx.ends), _product(gradient.mT, low, ctx.ends)
-    ctx.stack.gradients.add(ctx.stack, of_a, of_b)
-    return low_gradient
+    parts = [_product(gradient, b, ends) for gradient, b in zip(gradients, stack.b, strict=True)]
+    of_low = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    lows = torch.split(low, stack.rank, 1)
+    of_b = [_product(gradient.mT, one, ends) for gradient, one in zip(gradients, lows, strict=True)]
+    stack.gradients.add(stack, _product(of_low.mT, x, ends), of_b)
+    return of_low
 
 
 class _AddProducts(torch.autograd.Function):
@@ -231,7 +260,7 @@ class _AddProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None, anchor: Tensor) -> Tensor:
         low = _product(x, stack.a.mT, ends)
-        _add_(out.view(len(x), -1), low, stack.b, ends)
+        _add_(out.view(len(x), -1), low, stack.b[0], ends)
         _keep(ctx, x, low, stack, ends)
         ctx.mark_dirty(out)
         return out
@@ -239,28 +268,36 @@ class _AddProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         rows = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
-        low_gradient = _gradients(ctx, rows)
-        return _product(low_gradient, ctx.stack.a, ctx.ends), grads[0], None, None, None
+        return _product(_gradients(ctx, [rows]), ctx.stack.a, ctx.ends), grads[0], None, None, None
 
 
 class _Joined(torch.autograd.Function):
     """The autograd function behind `joined`. `anchor`: see Gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, linear: nn.Linear, stack: Stack, ends: Tensor | None, anchor: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, linears: Sequence[nn.Linear], stack: Stack, ends: Tensor | None, anchor: Tensor
+    ) -> tuple[Tensor, ...]:
         low = _product(x, stack.a.mT, ends)
         _keep(ctx, x, low, stack, ends)
-        ctx.weight = linear.weight
-        if ends is None:
-            return nn.functional.linear(low, stack.b[0], linear.bias).addmm_(x, linear.weight.mT)
-        out = _product(low, stack.b.mT, ends).addmm_(x, linear.weight.mT)
-        return out if linear.bias is None else out.add_(linear.bias)
+        ctx.weights = [linear.weight for linear in linears]
+        lows = torch.split(low, stack.rank, 1)
+        return tuple(_out(x, linear, one, b, ends) for linear, one, b in zip(linears, lows, stack.b, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        gradient = grads[0].contiguous()
-        low_gradient = _gradients(ctx, gradient)
+        gradients = [gradient.contiguous() for gradient in grads]
+        of_low = _gradients(ctx, gradients)
         of_x = None
-        if ctx.needs_input_grad[0]:  # not below the first layer, where it would be a large product for nothing
-            of_x = _product(low_gradient, ctx.stack.a, ctx.ends).addmm_(gradient, ctx.weight)
+        if ctx.needs_input_grad[0]:  # not below the first layer, where it would be large products for nothing
+            of_x = _product(of_low, ctx.stack.a, ctx.ends)
+            for gradient, weight in zip(gradients, ctx.weights, strict=True):
+                of_x.addmm_(gradient, weight)
         return of_x, None, None, None, None
+
+
+def _out(x: Tensor, linear: nn.Linear, low: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:
+    if ends is None:
+        return nn.functional.linear(low, b[0], linear.bias).addmm_(x, linear.weight.mT)
+    out = _product(low, b.mT, ends).addmm_(x, linear.weight.mT)
+    return out if linear.bias is None else out.add_(linear.bias)

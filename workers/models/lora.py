@@ -28,6 +28,8 @@ SCORE = "score"
 """The name that transformers gives to the head of a sequence classifier. PEFT keeps this head beside the adapter, under
 the same name."""
 SCORE_KEY = f"{KEY_PREFIX}{SCORE}.weight"
+# Linears of one module that read the same input.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,14 @@ class StackedSegments(tuple[tuple[Adapter | None, int], ...]):
     def __init__(self, segments: Iterable[tuple[Adapter | None, int]] = ()) -> None:
         self._stacks: dict[torch.dtype, Mapping[str, grouped.Stack]] = {}
         self._ends: dict[int, Tensor] = {}
+        self.ready: dict[str, tuple[Tensor, Tensor]] = {}
+        """Inputs and outputs of linears that were computed together with another one, by their paths."""
 
     def stack(self, path: str, like: Tensor) -> grouped.Stack | None:
-        """Returns the stack of a linear, of the dtype and on the device of `like`; None if no adapter is on it."""
+        """Returns the stack that holds a linear, of the dtype and on the device of `like`; None if no adapter is on
+        it."""
         if like.dtype not in self._stacks:
-            self._stacks[like.dtype] = grouped.stacked(self._pairs(), [_scaling(one) for one, _ in self], like)
+            self._stacks[like.dtype] = grouped.stacked(self._groups(), [_scaling(one) for one, _ in self], like)
         return self._stacks[like.dtype].get(path)
 
     def ends(self, x: Tensor) -> Tensor | None:
@@ -114,10 +119,21 @@ class StackedSegments(tuple[tuple[Adapter | None, int], ...]):
             self._ends[len(x)] = torch.tensor([*accumulate(counts)], dtype=torch.int32).to(x.device, non_blocking=True)
         return self._ends[len(x)]
 
-    def _pairs(self) -> dict[str, grouped.Pairs]:
+    def _groups(self) -> list[dict[str, grouped.Pairs]]:
         adapters = [adapter for adapter, _ in self]
         paths = dict.fromkeys(path for one in adapters if one is not None for path in one.pairs)
-        return {path: [_tensors(one, path) for one in adapters] for path in paths if not experts.is_pair(path)}
+        groups = _together(path for path in paths if not experts.is_pair(path))
+        return [{path: [_tensors(one, path) for one in adapters] for path in group} for group in groups]
+
+
+def _together(paths: Iterable[str]) -> list[list[str]]:
+    """Groups the paths of linears that read the same input."""
+    groups: dict[tuple[str, object], list[str]] = {}
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        kind = next((names for names in _TOGETHER if name in names), name)
+        groups.setdefault((parent, kind), []).append(path)
+    return [*groups.values()]
 
 
 def _scaling(adapter: Adapter | None) -> float:
@@ -167,18 +183,22 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.base = base
         self.path = path
+        self.together: Sequence[LoraLinear] = (self,)
+        """The linears that read the same input, this one too."""
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
         segments = _segments.get()
+        read, made = segments.ready.pop(self.path, (None, None))
+        if read is x and made is not None:
+            return made
+        flat = x.reshape(-1, x.shape[-1])
         if grouped.joins(self.base, flat, len(segments)) and (stack := segments.stack(self.path, flat)):
-            rows = grouped.joined(flat, self.base, stack, segments.ends(flat))
-            return rows.view(*x.shape[:-1], rows.shape[1])
+            return self._joined(x, flat, stack, segments)
         out: Tensor = self.base(x)
         rows = out.reshape(-1, out.shape[-1])
         if grouped.suits(flat, rows, len(segments)):
             stack = segments.stack(self.path, flat)
-            return grouped.added(flat, out, stack, segments.ends(flat)) if stack else out
+            return grouped.added(flat, out, stack.only(self.path), segments.ends(flat)) if stack else out
         runs = list(_runs(segments, self.path, len(flat)))
         tensors = [tensor for run in runs for pair in run.pairs for tensor in (pair.a, pair.b)]
         if not tensors:
@@ -187,6 +207,19 @@ class LoraLinear(nn.Module):
             return _add_in_place(flat, rows, runs).view(out.shape)
         own = out.clone() if out._is_view() else out  # autograd would copy the gradients of a view
         return _AddProducts.apply(flat, own, runs, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _joined(self, x: Tensor, flat: Tensor, stack: grouped.Stack, segments: StackedSegments) -> Tensor:
+        """Computes all linears of the stack with their adapters, if it can, and leaves the others' outputs to them."""
+        linears = {one.path: one.base for one in self.together}
+        if linears.keys() != stack.linears.keys() or not all(
+            grouped.joins(linear, flat, len(segments)) for linear in linears.values()
+        ):
+            linears, stack = {self.path: self.base}, stack.only(self.path)
+        outs = grouped.joined(flat, [linears[path] for path in stack.linears], stack, segments.ends(flat))
+        made = {path: out.view(*x.shape[:-1], -1) for path, out in zip(stack.linears, outs, strict=True)}
+        own = made.pop(self.path)
+        segments.ready.update({path: (x, out) for path, out in made.items()})
+        return own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -292,11 +325,16 @@ def _split(tensor: Tensor, run: _Run) -> Tensor:
 def wrap(model: nn.Module) -> None:
     """Replaces, in place, every linear `targets` names by a LoraLinear around it, and prepares the experts."""
     experts.wrap(model, in_use)
+    wrapped = {}
     for path in [path for paths in targets(model).values() for path in paths if not experts.is_pair(path)]:
         parent, _, name = path.rpartition(".")
         linear = model.get_submodule(path)
         if isinstance(linear, nn.Linear):
-            setattr(model.get_submodule(parent), name, LoraLinear(linear, path))
+            wrapped[path] = LoraLinear(linear, path)
+            setattr(model.get_submodule(parent), name, wrapped[path])
+    for group in _together(wrapped):
+        for path in group:
+            wrapped[path].together = [wrapped[one] for one in group]
 
 
 def unwrapped_name(model: nn.Module, parameter: str) -> str:
