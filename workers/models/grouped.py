@@ -78,13 +78,15 @@ class Stack:
 
     def parts(self, a: Tensor, b: Sequence[Tensor]) -> list[Tensor]:
         """Cuts tensors shaped as `self.a` and `self.b` into parts shaped as `parameters`."""
-        return [
-            part
-            for pairs, *both in zip(self.linears.values(), torch.split(a, self.rank, 1), b, strict=True)
-            for pair, one_a, one_b in zip(pairs, *both, strict=True)
-            if pair is not None
-            for part in (one_a[: len(pair[0])], one_b[:, : len(pair[0])])
-        ]
+        found: list[Tensor] = []
+        for pairs, *both in zip(self.linears.values(), torch.split(a, self.rank, 1), b, strict=True):
+            for pair, one_a, one_b in zip(pairs, *both, strict=True):
+                rank = 0 if pair is None else pair[0].shape[0]
+                if rank == self.rank:
+                    found += one_a, one_b
+                elif rank:
+                    found += one_a[:rank], one_b[:, :rank]
+        return found
 
 
 class Gradients:
