@@ -1,4 +1,4 @@
-"""`python -m ops.gpu_check [--minutes 9] [--suites NAME...] [--sizes SIZE...] [--out FOLDER]`.
+"""`python -m ops.gpu_check [--minutes 9] [--suites NAME...] [--sizes SIZE...] [--models FOLDER] [--out FOLDER]`.
 
 Runs the short suites of tests, trains each size of model, serves the smallest one, and runs the other suites, until the
 time is over. Writes FOLDER/gpu.json after each part, so that a run that is cut off leaves what it has, and prints a
@@ -62,6 +62,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names = [*suites.SUITES, *suites.SERVED]
     parser.add_argument("--suites", nargs="*", default=names, choices=names, metavar="NAME")
     parser.add_argument("--sizes", nargs="*", default=["8B", "0.6B", "4B"], choices=list(shapes.SHAPES), metavar="SIZE")
+    parser.add_argument(
+        "--models", type=Path, metavar="FOLDER", help="folder that keeps the models for the next check; 16 GB for 8B"
+    )
     parser.add_argument("--out", type=Path, default=_OUT, metavar="FOLDER", help="folder for gpu.json")
     return parser.parse_args(argv)
 
@@ -73,7 +76,7 @@ def _parts(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, C
     }
     yield from ((name, part) for name, part in parts.items() if name in _FIRST)
     for size in arguments.sizes:
-        yield size, partial(_trained, size, folder / size)
+        yield size, partial(_trained, size, (arguments.models or folder) / size, keep=arguments.models is not None)
     smallest = min(arguments.sizes, key=list(shapes.SHAPES).index, default="0.6B")
     served = [name for name in suites.SERVED if name in arguments.suites]
     yield from ((name, partial(_served, name, smallest, folder / name)) for name in served)
@@ -84,15 +87,17 @@ def _has_room() -> bool:
     return _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM_BYTES
 
 
-def _trained(size: str, folder: Path, seconds: float) -> Figures:
-    """Figures of each batch on both sides. Each side has a process, and with it the whole device; the first one has
-    half of the time, so that there is something to compare with."""
+def _trained(size: str, folder: Path, seconds: float, *, keep: bool) -> Figures:
+    """Figures of each batch on both sides. Each side has a process, and with it the whole device; the first one has 0.6
+    of the time for its five batches, so that there is something to compare with. `keep`: the model stays in `folder`.
+    """
     ends = time.monotonic() + seconds
     found: Figures = {}
-    for side, share in ((training.TINSMITH, 0.5), (training.PEFT, 1.0)):
+    for side, share in ((training.TINSMITH, 0.6), (training.PEFT, 1.0)):
         rows = _lines("training", size, str(folder), side, seconds=share * (ends - time.monotonic()))
         found[side] = {row.pop("batch"): row for row in rows}
-    shutil.rmtree(folder, ignore_errors=True)
+    if not keep:
+        shutil.rmtree(folder, ignore_errors=True)
     return found
 
 

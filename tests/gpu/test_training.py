@@ -52,6 +52,7 @@ def trainer(base: Path) -> Iterator[Trainer]:
 
 
 def test_base_and_adapter_are_on_the_gpu_with_nvidia_smis_number(base: Path) -> None:
+    pytest.importorskip("celery", reason="workers.cli starts Celery's workers")
     listed = subprocess.run(
         ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"], capture_output=True, text=True, check=True
     )
