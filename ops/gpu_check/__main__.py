@@ -1,8 +1,8 @@
-"""`python -m ops.gpu_check [--minutes 9] [--suites NAME...] [--sizes SIZE...] [--models FOLDER] [--out FOLDER]`.
+"""`python -m ops.gpu_check [--minutes 9] [--suites NAME...] [--sizes SIZE...] [--out FOLDER]`.
 
 Runs the short suites of tests, trains each size of model, serves the smallest one, and runs the other suites, until the
-time is over. Writes FOLDER/gpu.json after each part, so that a run that is cut off leaves what it has, and prints a
-table. The exit code is 1 when a test fails or a goal is missed.
+time is over, that of this program's imports included. Writes FOLDER/gpu.json after each part, so that a run that is cut
+off leaves what it has, and prints a table. The exit code is 1 when a test fails or a goal is missed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
 from ops.bench import machine, report
 from ops.bench.report import Goal, Outcome
 from ops.gpu_check import processes, shapes, suites, training
@@ -34,7 +36,7 @@ Figures = dict[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
-    ends = time.monotonic() + 60 * arguments.minutes
+    ends = psutil.Process().create_time() + 60 * arguments.minutes
     command = shlex.join(("python", "-m", "ops.gpu_check", *(sys.argv[1:] if argv is None else argv)))
     surroundings = machine.surroundings(command)
     [device] = _lines("device", seconds=60 * arguments.minutes)
@@ -42,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcome = Outcome(figures, ())
     with tempfile.TemporaryDirectory(dir=_IN_MEMORY if _has_room() else None, ignore_cleanup_errors=True) as made:
         for name, part in _parts(arguments, Path(made)):
-            left = ends - time.monotonic()
-            figures[name] = part(left) if left > 0 else {"left out": "no time was left"}
+            left = ends - time.time()
+            found = part(left) if left > 0 else {"left out": "no time was left"}
+            figures[name] = figures.get(name, {}) | found
             print(f"{name}: {json.dumps(figures[name])}", file=sys.stderr, flush=True)
             outcome = Outcome(figures, tuple(goals(figures)))
             report.write(arguments.out, "gpu", outcome, surroundings)
@@ -62,9 +65,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     names = [*suites.SUITES, *suites.SERVED]
     parser.add_argument("--suites", nargs="*", default=names, choices=names, metavar="NAME")
     parser.add_argument("--sizes", nargs="*", default=["8B", "0.6B", "4B"], choices=list(shapes.SHAPES), metavar="SIZE")
-    parser.add_argument(
-        "--models", type=Path, metavar="FOLDER", help="folder that keeps the models for the next check; 16 GB for 8B"
-    )
     parser.add_argument("--out", type=Path, default=_OUT, metavar="FOLDER", help="folder for gpu.json")
     return parser.parse_args(argv)
 
@@ -76,7 +76,8 @@ def _parts(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, C
     }
     yield from ((name, part) for name, part in parts.items() if name in _FIRST)
     for size in arguments.sizes:
-        yield size, partial(_trained, size, (arguments.models or folder) / size, keep=arguments.models is not None)
+        yield size, partial(_trained, size, folder / size, training.TINSMITH, 0.5)
+        yield size, partial(_trained, size, folder / size, training.PEFT, 1.0)
     smallest = min(arguments.sizes, key=list(shapes.SHAPES).index, default="0.6B")
     served = [name for name in suites.SERVED if name in arguments.suites]
     yield from ((name, partial(_served, name, smallest, folder / name)) for name in served)
@@ -87,18 +88,13 @@ def _has_room() -> bool:
     return _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM_BYTES
 
 
-def _trained(size: str, folder: Path, seconds: float, *, keep: bool) -> Figures:
-    """Figures of each batch on both sides. Each side has a process, and with it the whole device; the first one has 0.6
-    of the time for its five batches, so that there is something to compare with. `keep`: the model stays in `folder`.
-    """
-    ends = time.monotonic() + seconds
-    found: Figures = {}
-    for side, share in ((training.TINSMITH, 0.6), (training.PEFT, 1.0)):
-        rows = _lines("training", size, str(folder), side, seconds=share * (ends - time.monotonic()))
-        found[side] = {row.pop("batch"): row for row in rows}
-    if not keep:
+def _trained(size: str, folder: Path, side: str, share: float, seconds: float) -> Figures:
+    """Figures of each batch on one side. Each side has a process, and with it the whole device; the first one has half
+    of the time, so that there is something to compare with."""
+    rows = _lines("training", size, str(folder), side, seconds=share * seconds)
+    if side == training.PEFT:
         shutil.rmtree(folder, ignore_errors=True)
-    return found
+    return {side: {row.pop("batch"): row for row in rows}}
 
 
 def _served(name: str, size: str, folder: Path, seconds: float) -> Figures:

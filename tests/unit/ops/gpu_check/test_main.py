@@ -12,7 +12,7 @@ import pytest
 
 from ops.gpu_check import __main__ as check
 from ops.gpu_check import shapes, suites, training
-from ops.gpu_check.__main__ import _lines, _parse, _parts, _served, _trained, goals
+from ops.gpu_check.__main__ import _lines, _parse, _parts, _served, goals
 from ops.gpu_check.device import datasheet
 
 DEADLINE_S = 600
@@ -69,7 +69,8 @@ def test_goals_compare_the_best_steps() -> None:
 
 def test_suites_that_may_take_all_of_the_time_come_last(tmp_path: Path) -> None:
     names = [name for name, _ in _parts(_parse([]), tmp_path)]
-    first, sizes, served = ["gpu", "parity", "optimizer"], ["8B", "0.6B", "4B"], ["handover", "sampling"]
+    first, served = ["gpu", "parity", "optimizer"], ["handover", "sampling"]
+    sizes = ["8B", "8B", "0.6B", "0.6B", "4B", "4B"]  # the two sides of each
     assert names == [*first, *sizes, *served, "architectures", "zero", "ranks", "vllm", "vllm-ranks", "sleep", "chaos"]
 
 
@@ -80,16 +81,34 @@ def test_a_stack_without_its_packages_is_left_out_by_their_name(
     assert _served("sampling", "tiny", tmp_path, DEADLINE_S) == {"left out": "needs no_such_package"}
 
 
-def test_one_side_leaves_time_to_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]:
+    """A check that ends in its second side. Returns the seconds that each side was given."""
     given: dict[str, float] = {}
 
-    def noted(module: str, size: str, folder: str, side: str, *, seconds: float) -> list[dict[str, Any]]:
-        given[side] = seconds
-        return []
+    def noted(module: str, *arguments: str, seconds: float) -> list[dict[str, Any]]:
+        if module == "device":
+            return [{"name": "NVIDIA H200", **datasheet("NVIDIA H200")}]
+        given[arguments[2]] = seconds
+        if len(given) == 2:
+            raise KeyboardInterrupt
+        return [{"batch": "8k", "step_s": [2.0]}]
 
     monkeypatch.setattr(check, "_lines", noted)
-    _trained("8B", tmp_path / "8B", 100.0)
-    assert given[training.TINSMITH] <= 50 < given[training.PEFT]
+    with pytest.raises(KeyboardInterrupt):
+        check.main(["--suites", "--sizes", "8B", "--minutes", "600", "--out", str(tmp_path)])
+    return given
+
+
+def test_one_side_leaves_time_to_the_other(cut_off: dict[str, float]) -> None:
+    assert cut_off[training.TINSMITH] <= 300 * 60 < cut_off[training.PEFT]
+
+
+def test_a_check_that_is_cut_off_leaves_the_figures_of_the_first_side(
+    cut_off: dict[str, float], tmp_path: Path
+) -> None:
+    figures = json.loads((tmp_path / "gpu.json").read_text())["figures"]
+    assert figures["8B"] == {training.TINSMITH: {"8k": {"step_s": [2.0]}}}
 
 
 def test_a_side_that_crashes_keeps_its_batches_and_says_how_it_ended(tmp_path: Path) -> None:
