@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface, _grouped_linear, _grouped_mm
 
 from workers.backends.devices import moved
-from workers.models import coverage, grouped
+from workers.models import coverage
+from workers.models.products import grouped
 from workers.models.quantized import QuantizedWeight, for_product
 
 NAME = "tinsmith_lora"

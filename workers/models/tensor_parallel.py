@@ -114,7 +114,7 @@ class SplitLayers:
             b = b[own.start : own.stop]
         elif self._styles.get(path) == _ROWS:
             own = self._share(path, a.shape[1])
-            a = a[:, own.start : own.stop].contiguous()  # copies of unlike strides are slow: workers/models/grouped.py
+            a = a[:, own.start : own.stop].contiguous()  # copies of unlike strides are slow: products/grouped.py
         return LoraPair(cast(nn.Parameter, a), cast(nn.Parameter, b))
 
 

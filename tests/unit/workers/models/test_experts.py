@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 from app.domain.ops import LoraSpec
 from app.settings import BaseModelSettings
 from tests.parity import architectures
-from workers.models import base_model, experts, grouped, lora, peft_files
+from workers.models import base_model, experts, lora, peft_files
 from workers.models.lora import Adapter
+from workers.models.products import grouped
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 40,

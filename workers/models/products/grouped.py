@@ -1,7 +1,7 @@
 """The products of all adapters of a pass on one linear as two grouped products, however many tokens each of them has.
 
 For GPUs, where each kernel is a launch: one by one, the adapters of 16 tenants are hundreds of kernels a layer. A CPU
-computes them in runs of equal ones (workers/models/lora.py).
+computes them in batches of equal ones (workers/models/products/batched.py).
 """
 
 from __future__ import annotations

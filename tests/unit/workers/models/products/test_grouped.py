@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from app.domain.ops import LoraSpec
 from workers.backends.training.memory import _recomputed
-from workers.models import grouped, lora
+from workers.models import lora
 from workers.models.lora import Adapter, LoraPair
+from workers.models.products import grouped
 
 Segments = Sequence[tuple[Adapter | None, int]]
 
