@@ -92,23 +92,24 @@ def test_a_layer_with_one_tenant_has_few_kernels(counts: Counts) -> None:
 
 def test_a_layer_with_16_tenants_has_few_more(counts: Counts) -> None:
     """However many tokens each tenant has. In runs of equal ones, uneven tenants had 2,222. Four are for the norms of
-    their gradients in the layer, 224 tensors, and two for the scalings of half of them."""
-    assert counts["16 tenants"]["layer"] <= 227
+    their gradients in the layer, 224 tensors."""
+    assert counts["16 tenants"]["layer"] <= 225
     assert counts["16 uneven tenants"]["layer"] == counts["16 tenants"]["layer"]
 
 
 def test_a_layer_of_fused_kernels_has_at_most_69(measured: dict[str, Any]) -> None:
-    """The default on a GPU, where `tests/gpu` counts them again. With 16 tenants it has 45 more: its 33 products with
-    adapters are grouped, which takes two kernels each, and twelve are for the adapters' stacks, scalings and norms."""
+    """The default on a GPU, where `tests/gpu` counts them again. With 16 tenants it has 43 more: its 33 products with
+    adapters are grouped, which takes two kernels each, and ten are for the adapters' stacks and norms."""
     assert measured["fused layers"]["1 tenant"] <= 69
-    assert measured["fused layers"]["16 uneven tenants"] <= 114
+    assert measured["fused layers"]["16 uneven tenants"] <= 112
 
 
 def test_head_and_losses_have_few_kernels_for_each_tenant(counts: Counts) -> None:
     """They are all kernels outside of layers. Each Op has its own loss with own settings and results, which take 49,
-    and the head's adapters are 17 each. Targets reach the device once for all Ops."""
-    assert counts["1 tenant"]["rest"] <= 145
-    assert max(case["rest"] for case in counts.values()) <= 145 + 15 * 66
+    the head's adapters are 17 each, and the gradients of all linears together three. Targets reach the device once for
+    all Ops."""
+    assert counts["1 tenant"]["rest"] <= 146
+    assert max(case["rest"] for case in counts.values()) <= 146 + 15 * 69
 
 
 def test_a_layer_attends_once_whatever_the_lengths_of_its_datums(counts: Counts) -> None:

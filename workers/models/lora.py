@@ -7,6 +7,7 @@ masters and cast to the activation's dtype in compute.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -101,12 +102,29 @@ class StackedSegments(tuple[tuple[Adapter | None, int], ...]):
     def __init__(self, segments: Iterable[tuple[Adapter | None, int]] = ()) -> None:
         self._stacks: dict[torch.dtype, Mapping[str, grouped.Stack]] = {}
         self._ends: dict[int, Tensor] = {}
+        self._whole: StackedSegments | None = None
+        self._first = 0
         self.ready: dict[str, tuple[Tensor, Tensor]] = {}
         """Inputs and outputs of linears that were computed together with another one, by their paths."""
+
+    @cached_property
+    def gradients(self) -> grouped.Gradients:
+        """The gradients of these segments' stacks."""
+        return grouped.Gradients([_scaling(one) for one, _ in self])
+
+    def part(self, rows: slice) -> StackedSegments:
+        """Returns the shares within `rows`. Their stacks are parts of these ones, not copies."""
+        ends = [*accumulate(count for _, count in self)]
+        found = StackedSegments(within(self, rows))
+        found._whole, found._first = self, bisect_right(ends, rows.start)
+        return found
 
     def stack(self, path: str, like: Tensor) -> grouped.Stack | None:
         """Returns the stack that holds a linear, of the dtype and on the device of `like`; None if no adapter is on
         it."""
+        if self._whole is not None:
+            whole = self._whole.stack(path, like)
+            return None if whole is None else whole.within(slice(self._first, self._first + len(self)))
         if like.dtype not in self._stacks:
             self._stacks[like.dtype] = grouped.stacked(self._groups(), [_scaling(one) for one, _ in self], like)
         return self._stacks[like.dtype].get(path)
@@ -164,7 +182,7 @@ def use(segments: Segments) -> Iterator[None]:
         _segments.reset(token)
 
 
-def in_use() -> Segments:
+def in_use() -> StackedSegments:
     """The segments that `use` set in this context."""
     return _segments.get()
 
@@ -200,7 +218,9 @@ class LoraLinear(nn.Module):
         rows = out.reshape(-1, out.shape[-1])
         if grouped.suits(flat, rows, len(segments)):
             stack = segments.stack(self.path, flat)
-            return grouped.added(flat, out, stack.only(self.path), segments.ends(flat)) if stack else out
+            if stack is None:
+                return out
+            return grouped.added(flat, out, stack.only(self.path), segments.ends(flat), segments.gradients)
         return batched.added(flat, out, [*_runs(segments, self.path, len(flat))])
 
     def _joined(self, x: Tensor, flat: Tensor, stack: grouped.Stack, segments: StackedSegments) -> Tensor:
@@ -210,8 +230,9 @@ class LoraLinear(nn.Module):
             grouped.joins(linear, flat, len(segments)) for linear in linears.values()
         ):
             linears, stack = {self.path: self.base}, stack.only(self.path)
-        outs = grouped.joined(flat, [linears[path] for path in stack.linears], stack, segments.ends(flat))
-        made = {path: out.view(*x.shape[:-1], -1) for path, out in zip(stack.linears, outs, strict=True)}
+        bases = [linears[path] for path in stack.linears]
+        outs = grouped.joined(flat, bases, stack, segments.ends(flat), segments.gradients)
+        made = {path: out.view(*x.shape[:-1], out.shape[1]) for path, out in zip(stack.linears, outs, strict=True)}
         own = made.pop(self.path)
         segments.ready.update({path: (x, out) for path, out in made.items()})
         return own

@@ -94,7 +94,7 @@ def _run_datum_by_datum(layer: Any) -> None:
             if _chooses_tokens(layer):
                 own |= _seen_by_an_indexer(others["position_embeddings"], rows, length)
             part = hidden_states if count * length == hidden_states.shape[1] else hidden_states[:, rows]
-            with lora.use(list(lora.within(segments, rows))):
+            with lora.use(segments.part(rows)):
                 out = forward(part.view(count, length, -1), **own)
             parts.append((out[0] if attends else out).reshape(part.shape))
         joined = torch.cat(parts, 1) if len(parts) > 1 else parts[0]

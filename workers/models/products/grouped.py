@@ -1,4 +1,4 @@
-"""The products of all adapters of a pass on one linear as two grouped products, however many tokens each of them has.
+"""The products of all adapters of a pass on a linear as grouped products, however many tokens each of them has.
 
 For GPUs, where each kernel is a launch: one by one, the adapters of 16 tenants are hundreds of kernels a layer. A CPU
 computes them in batches of equal ones (workers/models/products/batched.py).
@@ -51,7 +51,6 @@ class Stack:
     linears: Mapping[str, Pairs]
     a: Tensor
     b: Sequence[Tensor]
-    gradients: Gradients
 
     @property
     def rank(self) -> int:
@@ -61,20 +60,20 @@ class Stack:
         """Returns the part of one linear."""
         place = [*self.linears].index(path)
         a = torch.split(self.a, self.rank, 1)[place]
-        return Stack({path: self.linears[path]}, a, [self.b[place]], self.gradients)
+        return Stack({path: self.linears[path]}, a, [self.b[place]])
+
+    def within(self, chosen: slice) -> Stack:
+        """Returns the part of some segments."""
+        linears = {path: pairs[chosen] for path, pairs in self.linears.items()}
+        return Stack(linears, self.a[chosen], [one[chosen] for one in self.b])
 
     def parameters(self) -> list[Tensor]:
         """The pairs' tensors: A, B, A, B, ..."""
         return [tensor for pairs in self.linears.values() for pair in pairs if pair is not None for tensor in pair]
 
-    def present(self, of_segments: Sequence[float]) -> list[float]:
-        """Returns for each pair the number of its segment."""
-        return [
-            one
-            for pairs in self.linears.values()
-            for one, pair in zip(of_segments, pairs, strict=True)
-            if pair is not None
-        ]
+    def segments(self) -> list[int]:
+        """The segment of each pair."""
+        return [segment for pairs in self.linears.values() for segment, pair in enumerate(pairs) if pair is not None]
 
     def parts(self, a: Tensor, b: Sequence[Tensor]) -> list[Tensor]:
         """Cuts tensors shaped as `self.a` and `self.b` into parts shaped as `parameters`."""
@@ -90,16 +89,16 @@ class Stack:
 
 
 class Gradients:
-    """The gradients of stacks that were made together, until the end of a backward pass.
+    """The gradients of a pass's stacks, until the end of its backward pass.
 
-    Then they reach all parameters in one walk. As results of the autograd functions each would be a node of autograd:
-    16 adapters of Qwen3-0.6B have 6,272.
+    Then those of all linears reach an adapter's parameters in one walk. As results of the autograd functions each would
+    be a node of autograd: 16 adapters of Qwen3-0.6B have 6,272.
     """
 
     def __init__(self, scalings: Sequence[float]) -> None:
         """`scalings`: one for each segment."""
         self._scalings = scalings
-        self._found: list[tuple[Stack, list[Tensor]]] = []
+        self._found: list[tuple[Stack, Tensor, Sequence[Tensor]]] = []
         self.anchor = torch.empty(0, requires_grad=True)
         """An input of the autograd functions, so that autograd records them."""
 
@@ -107,26 +106,45 @@ class Gradients:
         """Adds the gradients in a stack's `a`, without the scalings, and `b`. Called in a backward pass."""
         if not self._found:
             torch.autograd.Variable._execution_engine.queue_callback(self._give)
-        self._found.append((stack, [of_a, *of_b]))
+        self._found.append((stack, of_a, of_b))
 
     @torch.no_grad()
     def _give(self) -> None:
         found, self._found = self._found, []
-        products = [product for _, of_stack in found for product in of_stack]
-        shapes = [product.shape for product in products]
-        exact = _cut(products[0].new_empty(sum(map(prod, shapes)), dtype=torch.float32), shapes)
-        torch._foreach_copy_(exact, products)
-        left = iter(exact)
-        parts = [
-            part for stack, of_stack in found for part in stack.parts(next(left), [*islice(left, len(of_stack) - 1)])
-        ]
-        stacks = [stack for stack, _ in found]
-        torch._foreach_mul_(parts[::2], [scaling for stack in stacks for scaling in stack.present(self._scalings)])
-        _accumulate([parameter for stack in stacks for parameter in stack.parameters()], parts)
+        parameters: list[list[Tensor]] = [[] for _ in self._scalings]
+        parts: list[list[Tensor]] = [[] for _ in self._scalings]
+        for stack, of_a, of_b in found:
+            every, cut = stack.parameters(), stack.parts(of_a, of_b)
+            for place, segment in enumerate(stack.segments()):
+                parameters[segment] += every[2 * place : 2 * place + 2]
+                parts[segment] += cut[2 * place : 2 * place + 2]
+        for scaling, own, of_own in zip(self._scalings, parameters, parts, strict=True):
+            if own:
+                _accumulate(own, _exact(of_own, own, scaling))
+
+
+def _exact(parts: list[Tensor], parameters: Sequence[Tensor], scaling: float) -> list[Tensor]:
+    """Copies the gradients of an adapter's A, B, A, B, ... to fp32, as its parameters lie in memory, and scales A's.
+
+    AdamW's kernel refuses gradients that lie otherwise. They have memory of their own, so an adapter that waits for its
+    step does not keep the others' gradients.
+    """
+    shapes = [parameter.shape for parameter in parameters]
+    exact = _cut(parts[0].new_empty(sum(map(prod, shapes)), dtype=torch.float32), shapes)
+    _copy_(exact, parts)
+    torch._foreach_mul_(exact[::2], scaling)
+    return exact
+
+
+def _copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies A, B, A, B, ...: a few kernels, but one for each B of lesser rank."""
+    for kind in (slice(0, None, 2), slice(1, None, 2)):  # one unlike pair of strides makes a call copy one by one
+        torch._foreach_copy_(targets[kind], sources[kind])
 
 
 def _accumulate(parameters: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Adds the parts to the parameters' `.grad`. A parameter may come twice, and may be a part of another one."""
+    """Adds the parts to the parameters' `.grad`, or gives them to those that have none. A parameter may come twice, and
+    may be a part of another one."""
     held: dict[Tensor, Tensor] = {}
     computed: dict[Tensor, Tensor] = {}
     for parameter, part in zip(parameters, parts, strict=True):
@@ -148,21 +166,18 @@ def _accumulate(parameters: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 def stacked(groups: Sequence[Mapping[str, Pairs]], scalings: Sequence[float], like: Tensor) -> dict[str, Stack]:
     """Copies the pairs of every linear into stacks of the dtype and on the device of `like`; returns them by linear.
 
-    `groups`: the linears that read the same input. All of them together take a few kernels; B's of unequal ranks take
-    one each.
+    `groups`: the linears that read the same input.
     """
     if not groups:
         return {}
     shapes = [_shapes(group) for group in groups]
     every = [shape for of_group in shapes for shape in of_group]
     views = iter(_cut(like.new_zeros(sum(map(prod, every))), every))
-    gradients = Gradients(scalings)
-    stacks = [Stack(group, next(views), [*islice(views, len(group))], gradients) for group in groups]
+    stacks = [Stack(group, next(views), [*islice(views, len(group))]) for group in groups]
     copies = [part for stack in stacks for part in stack.parts(stack.a, stack.b)]
     masters = [tensor for stack in stacks for tensor in stack.parameters()]
-    for kind in (slice(0, None, 2), slice(1, None, 2)):  # one unlike pair of strides makes a call copy one by one
-        torch._foreach_copy_(copies[kind], masters[kind])
-    torch._foreach_mul_(copies[::2], [scaling for stack in stacks for scaling in stack.present(scalings)])
+    _copy_(copies, masters)
+    torch._foreach_mul_(copies[::2], [scalings[segment] for stack in stacks for segment in stack.segments()])
     return {path: stack for stack in stacks for path in stack.linears}
 
 
@@ -182,7 +197,7 @@ def _shapes(group: Mapping[str, Pairs]) -> list[tuple[int, int, int]]:
     return [(segments, len(group) * rank, firsts[0][0].shape[1]), *((segments, len(b), rank) for _, b in firsts)]
 
 
-def added(x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None) -> Tensor:
+def added(x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None, gradients: Gradients) -> Tensor:
     """Adds each segment's scaling · x Aᵀ Bᵀ, for x [T, in], to out [..., out features] in place, unless that is a view.
 
     `stack`: that of one linear. `ends`, int32 [segments] on the device: where the segments' rows end; None for one
@@ -193,7 +208,7 @@ def added(x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None) -> Tensor:
         _add_(out.view(len(x), -1), _product(x, stack.a.mT, ends), stack.b[0], ends)
         return out
     own = out.clone() if out._is_view() else out  # autograd would copy the gradients of a view
-    found: Tensor = _AddProducts.apply(x, own, stack, ends, stack.gradients.anchor)  # type: ignore[no-untyped-call]
+    found: Tensor = _AddProducts.apply(x, own, stack, ends, gradients, gradients.anchor)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -207,7 +222,9 @@ def joins(linear: nn.Module, x: Tensor, segments: int) -> TypeGuard[nn.Linear]:
     return not linear.weight.requires_grad and suits(x, linear.weight.mT, segments)
 
 
-def joined(x: Tensor, linears: Sequence[nn.Linear], stack: Stack, ends: Tensor | None) -> Sequence[Tensor]:
+def joined(
+    x: Tensor, linears: Sequence[nn.Linear], stack: Stack, ends: Tensor | None, gradients: Gradients
+) -> Sequence[Tensor]:
     """Computes for each linear of the stack x Wᵀ + bias and each segment's scaling · x Aᵀ Bᵀ: [T, out features], for
     x [T, in]. `ends`: see `added`.
 
@@ -215,8 +232,7 @@ def joined(x: Tensor, linears: Sequence[nn.Linear], stack: Stack, ends: Tensor |
     kernel that adds takes 74 µs on an H100, and a layer had 7 more of them (14 with several segments). All A's are one
     product, and so are their gradients.
     """
-    found: Sequence[Tensor] = _Joined.apply(x.contiguous(), linears, stack, ends, stack.gradients.anchor)  # type: ignore[no-untyped-call]
-    return found
+    return _Joined.apply(x.contiguous(), linears, stack, ends, gradients, gradients.anchor)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _add_(rows: Tensor, low: Tensor, b: Tensor, ends: Tensor | None) -> None:
@@ -235,14 +251,14 @@ def _product(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
     return left @ right[0] if right.dim() == 3 else (left @ right)[None]
 
 
-def _keep(ctx: Any, x: Tensor, low: Tensor, stack: Stack, ends: Tensor | None) -> None:
+def _keep(ctx: Any, x: Tensor, low: Tensor, stack: Stack, ends: Tensor | None, gradients: Gradients) -> None:
     """Keeps what `_gradients` needs: x [T, in], and low [T, linears · rank], its product with A."""
-    ctx.stack, ctx.ends = stack, ends
+    ctx.stack, ctx.ends, ctx.gradients = stack, ends, gradients
     ctx.save_for_backward(x, low)
 
 
 def _gradients(ctx: Any, gradients: Sequence[Tensor]) -> Tensor:
-    """Returns the gradient of `low` from those of the outputs [T, out]; the stack gets its own.
+    """Returns the gradient of `low` from those of the outputs [T, out]; notes those of the stack.
 
     Written by hand: those of all segments come from one product.
     """
@@ -252,7 +268,7 @@ def _gradients(ctx: Any, gradients: Sequence[Tensor]) -> Tensor:
     of_low = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     lows = torch.split(low, stack.rank, 1)
     of_b = [_product(gradient.mT, one, ends) for gradient, one in zip(gradients, lows, strict=True)]
-    stack.gradients.add(stack, _product(of_low.mT, x, ends), of_b)
+    ctx.gradients.add(stack, _product(of_low.mT, x, ends), of_b)
     return of_low
 
 
@@ -260,17 +276,19 @@ class _AddProducts(torch.autograd.Function):
     """The autograd function behind `added`. `anchor`: see Gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None, anchor: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None, gradients: Gradients, anchor: Tensor
+    ) -> Tensor:
         low = _product(x, stack.a.mT, ends)
         _add_(out.view(len(x), -1), low, stack.b[0], ends)
-        _keep(ctx, x, low, stack, ends)
+        _keep(ctx, x, low, stack, ends, gradients)
         ctx.mark_dirty(out)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         rows = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
-        return _product(_gradients(ctx, [rows]), ctx.stack.a, ctx.ends), grads[0], None, None, None
+        return _product(_gradients(ctx, [rows]), ctx.stack.a, ctx.ends), grads[0], None, None, None, None
 
 
 class _Joined(torch.autograd.Function):
@@ -278,10 +296,16 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, linears: Sequence[nn.Linear], stack: Stack, ends: Tensor | None, anchor: Tensor
+        ctx: Any,
+        x: Tensor,
+        linears: Sequence[nn.Linear],
+        stack: Stack,
+        ends: Tensor | None,
+        gradients: Gradients,
+        anchor: Tensor,
     ) -> tuple[Tensor, ...]:
         low = _product(x, stack.a.mT, ends)
-        _keep(ctx, x, low, stack, ends)
+        _keep(ctx, x, low, stack, ends, gradients)
         ctx.weights = [linear.weight for linear in linears]
         lows = torch.split(low, stack.rank, 1)
         return tuple(_out(x, linear, one, b, ends) for linear, one, b in zip(linears, lows, stack.b, strict=True))
@@ -295,7 +319,7 @@ class _Joined(torch.autograd.Function):
             of_x = _product(of_low, ctx.stack.a, ctx.ends)
             for gradient, weight in zip(gradients, ctx.weights, strict=True):
                 of_x.addmm_(gradient, weight)
-        return of_x, None, None, None, None
+        return of_x, None, None, None, None, None
 
 
 def _out(x: Tensor, linear: nn.Linear, low: Tensor, b: Tensor, ends: Tensor | None) -> Tensor:

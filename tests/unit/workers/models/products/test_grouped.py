@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, cast
@@ -91,6 +93,7 @@ def learnt(
     found = [out.detach(), *(tensor.grad for tensor in [x, *parameters] if tensor.grad is not None)]
     assert len(found) == 2 + len(parameters)
     for parameter in parameters:
+        assert parameter.grad is not None and parameter.grad.stride() == parameter.stride(), "AdamW's kernel refuses it"
         parameter.grad = None
     return found
 
@@ -167,6 +170,75 @@ def test_a_pass_stacks_its_adapters_once_though_layers_run_again(model: nn.Modul
     stacked.clear()
     assert_same(learnt(model, segments, lambda x: _recomputed(model, x)), wanted)
     assert stacked == [6]
+
+
+def test_a_layer_that_runs_datum_by_datum_stacks_nothing(model: nn.Module, stacked: list[int]) -> None:
+    """As recurrent layers do. The second part begins within a segment."""
+
+    def by_parts(x: Tensor) -> Tensor:
+        segments, parts = lora.in_use(), []
+        for rows in (slice(0, 4), slice(4, 9)):
+            with lora.use(segments.part(rows)):
+                parts.append(model(x[rows]))
+        return torch.cat(parts)
+
+    segments = CASES["ranks and scalings"](model)
+    wanted = learnt(model, segments)
+    stacked.clear()
+    assert_same(learnt(model, segments, by_parts), wanted)
+    assert stacked == [6]
+
+
+def test_a_linear_that_a_pass_uses_twice_learns_from_both_uses(model: nn.Module, group: Callable[[], None]) -> None:
+    """As layers that a model shares do. A second pass adds to the first."""
+    one, x, found = adapter(model, 8), torch.randn(9, 16), []
+    linear, pair = model.get_submodule("q_proj"), one.pairs["q_proj"]
+    for _ in range(2):
+        for _ in range(2):
+            with lora.use([(one, 9)]):
+                out = linear(x) * linear(2 * x)
+            out.sum().backward()
+        found.append([gradient for gradient in (pair.a.grad, pair.b.grad) if gradient is not None])
+        assert len(found[-1]) == 2
+        one.drop_gradients()
+        group()
+    assert_same(found[1], found[0])
+
+
+def test_the_gradient_of_an_adapter_keeps_no_other_in_memory(model: nn.Module, group: Callable[[], None]) -> None:
+    group()
+    adapters = [adapter(model, 8), adapter(model, 8)]
+    with lora.use([(one, 3) for one in adapters]):
+        out = model(torch.ones(6, 16))
+    out.sum().backward()
+    places = [
+        {p.grad.untyped_storage().data_ptr() for p in one.tensors.values() if p.grad is not None} for one in adapters
+    ]
+    assert all(places) and not places[0] & places[1]
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_in_memory(model: nn.Module, group: Callable[[], None]) -> None:
+    """As when memory runs out. A garbage collection would come too late for the next try."""
+
+    def fail(_: Tensor) -> None:
+        raise MemoryError
+
+    group()
+    gc.collect()
+    gc.disable()
+    try:
+        with lora.use([(adapter(model, 8), 9)]):
+            heads = model.get_submodule("q_proj")(torch.ones(9, 16))
+            heads.register_hook(fail)
+            out = model.get_submodule("down_proj")(model.get_submodule("up_proj")(heads))
+            kept = weakref.ref(lora.in_use().gradients)
+        with pytest.raises(MemoryError):
+            out.sum().backward()
+        assert kept() is not None
+        del heads, out
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_steps_with_the_same_segments_share_their_stacks(model: nn.Module, stacked: list[int]) -> None:
