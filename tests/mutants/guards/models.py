@@ -17,6 +17,7 @@ _COVERAGE = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/te
 _QUANTIZED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_quantized.py"
 _PACKED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_packed.py"
 _LOADING = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_loading.py"
+_GROUPED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/products/test_grouped.py"
 _SHARDED = "--confcutdir=tests/conformance tests/conformance/test_sharded_loading.py"
 
 MUTANTS = (
@@ -141,8 +142,8 @@ MUTANTS = (
     Mutant(
         "packing: a share of the row keeps its adapters",
         "workers/backends/training/packing.py",
-        "lora.within(segments, rows)",
-        "segments",
+        "lora.use(segments.part(rows))",
+        "lora.use(segments)",
         f"{_PACKING}::test_each_datum_starts_from_the_empty_state_under_its_own_adapter",
     ),
     Mutant(
@@ -358,5 +359,34 @@ MUTANTS = (
         """                return self._seen(tokens, lengths, owners, picture)""",
         "tests/parity/test_router_replay.py"
         "::test_gradients_of_text_and_images_equal_a_reference_with_forced_experts[qwen3-vl-moe-False]",
+    ),
+    # Adapters on a GPU.
+    Mutant(
+        "grouped products: an output is taken for the input that it was made of",
+        "workers/models/lora.py",
+        "if read is x and made is not None:",
+        "if made is not None:",
+        f"{_GROUPED}::test_a_linear_that_reads_another_input_after_all_is_computed_for_that",
+    ),
+    Mutant(
+        "grouped products: a gradient reaches the whole of a parameter that a rank has a part of",
+        "workers/models/products/grouped.py",
+        "        torch.autograd.backward([*computed], [*computed.values()])\n",
+        "        pass\n",
+        f"{_GROUPED}::test_gradients_reach_parameters_of_which_a_pass_has_a_part",
+    ),
+    Mutant(
+        "grouped products: a second use of a linear adds to the gradient",
+        "workers/models/products/grouped.py",
+        "            parameter.grad.add_(part)\n",
+        "            pass\n",
+        f"{_GROUPED}::test_a_linear_that_a_pass_uses_twice_learns_from_both_uses",
+    ),
+    Mutant(
+        "grouped products: a part begins with the segment of its first row",
+        "workers/models/lora.py",
+        "bisect_right(ends, rows.start)",
+        "0",
+        f"{_GROUPED}::test_a_layer_that_runs_datum_by_datum_stacks_nothing",
     ),
 )
