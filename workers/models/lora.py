@@ -25,7 +25,6 @@ from app.domain.ops import LoraSpec
 from app.errors import UserOpError
 from workers.models import coverage, experts
 from workers.models.products import batched, grouped
-from workers.models.products.batched import Run
 
 SCORE = "score"
 """The name that transformers gives to the head of a sequence classifier. PEFT keeps this head beside the adapter, under
@@ -109,12 +108,14 @@ class StackedSegments(tuple[tuple[Adapter | None, int], ...]):
 
     @cached_property
     def gradients(self) -> grouped.Gradients:
-        """The gradients of these segments' stacks."""
-        return grouped.Gradients([_scaling(one) for one, _ in self])
+        """The gradients of these segments' stacks. A pass has many parts, with gradients of a whole adapter each."""
+        return grouped.Gradients([_scaling(one) for one, _ in self], at_once=self._whole is not None)
 
     def part(self, rows: slice) -> StackedSegments:
         """Returns the shares within `rows`. Their stacks are parts of these ones, not copies."""
         ends = [*accumulate(count for _, count in self)]
+        if rows.start == 0 and ends and rows.stop >= ends[-1]:
+            return self
         found = StackedSegments(within(self, rows))
         found._whole, found._first = self, bisect_right(ends, rows.start)
         return found
@@ -124,7 +125,8 @@ class StackedSegments(tuple[tuple[Adapter | None, int], ...]):
         it."""
         if self._whole is not None:
             whole = self._whole.stack(path, like)
-            return None if whole is None else whole.within(slice(self._first, self._first + len(self)))
+            own = None if whole is None else whole.within(slice(self._first, self._first + len(self)))
+            return own if own is not None and any(pair for pairs in own.linears.values() for pair in pairs) else None
         if like.dtype not in self._stacks:
             self._stacks[like.dtype] = grouped.stacked(self._groups(), [_scaling(one) for one, _ in self], like)
         return self._stacks[like.dtype].get(path)
@@ -175,11 +177,13 @@ def use(segments: Segments) -> Iterator[None]:
 
     Shares are counted in tokens, or in rows of equally many tokens; None is the base alone.
     """
-    token = _segments.set(segments if isinstance(segments, StackedSegments) else StackedSegments(segments))
+    found = segments if isinstance(segments, StackedSegments) else StackedSegments(segments)
+    token = _segments.set(found)
     try:
         yield
     finally:
         _segments.reset(token)
+        found.ready.clear()  # what an error left there has the graph, which may have these segments
 
 
 def in_use() -> StackedSegments:
@@ -238,7 +242,7 @@ class LoraLinear(nn.Module):
         return own
 
 
-def _runs(segments: Segments, path: str, tokens: int) -> Iterator[Run]:
+def _runs(segments: Segments, path: str, tokens: int) -> Iterator[batched.Run]:
     def likeness(segment: tuple[Adapter | None, int]) -> tuple[int, int, float]:
         adapter, count = segment
         if adapter is None or path not in adapter.pairs:
@@ -251,7 +255,9 @@ def _runs(segments: Segments, path: str, tokens: int) -> Iterator[Run]:
         alike = [*group]
         rows = slice(start, start + unit * sum(count for _, count in alike))
         start = rows.stop
-        yield Run(rows, [pair for adapter, _ in alike if scaling and (pair := _tensors(adapter, path))], scaling)
+        yield batched.Run(
+            rows, [pair for adapter, _ in alike if scaling and (pair := _tensors(adapter, path))], scaling
+        )
 
 
 def wrap(model: nn.Module) -> None:

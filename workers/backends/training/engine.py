@@ -200,9 +200,9 @@ class HiddenStates(nn.Module):
     def _watched(self) -> Iterator[None]:
         """Calls `on_layer_gradients` in the backward pass of the block's forward.
 
-        A layer has all its gradients when the gradient in its first input is there, since autograd runs what is ready
-        from the forward's last operation to the first. Every rank leaves all layers, in one order, also if it does not
-        use some of their weights.
+        A layer's weights have all their gradients when the gradient in its first input is there, since autograd runs
+        what is ready from the forward's last operation to the first. Every rank leaves all layers, in one order, also
+        if it does not use some of their weights.
         """
         on_layer_gradients = self.on_layer_gradients
         if on_layer_gradients is None:

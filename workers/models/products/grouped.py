@@ -6,7 +6,7 @@ computes them in batches of equal ones (workers/models/products/batched.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -16,8 +16,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-Pairs = Sequence[tuple[Tensor, Tensor] | None]
-"""A [rank, in] and B [out, rank], fp32, of each segment; None where it has no adapter on the linear."""
+Pair = tuple[Tensor, Tensor]
+"""A [rank, in] and B [out, rank], fp32."""
+Pairs = Sequence[Pair | None]
+"""The pair of each segment; None where it has no adapter on the linear."""
 
 # Rows of grouped products are multiples of 16 bytes: 8 numbers of bf16.
 _ALIGNMENT = 8
@@ -67,46 +69,37 @@ class Stack:
         linears = {path: pairs[chosen] for path, pairs in self.linears.items()}
         return Stack(linears, self.a[chosen], [one[chosen] for one in self.b])
 
-    def parameters(self) -> list[Tensor]:
-        """The pairs' tensors: A, B, A, B, ..."""
-        return [tensor for pairs in self.linears.values() for pair in pairs if pair is not None for tensor in pair]
-
-    def segments(self) -> list[int]:
-        """The segment of each pair."""
-        return [segment for pairs in self.linears.values() for segment, pair in enumerate(pairs) if pair is not None]
-
-    def parts(self, a: Tensor, b: Sequence[Tensor]) -> list[Tensor]:
-        """Cuts tensors shaped as `self.a` and `self.b` into parts shaped as `parameters`."""
-        found: list[Tensor] = []
-        for pairs, *both in zip(self.linears.values(), torch.split(a, self.rank, 1), b, strict=True):
-            for pair, one_a, one_b in zip(pairs, *both, strict=True):
-                rank = 0 if pair is None else pair[0].shape[0]
-                if rank == self.rank:
-                    found += one_a, one_b
-                elif rank:
-                    found += one_a[:rank], one_b[:, :rank]
-        return found
+    def pairs(self, a: Tensor, b: Sequence[Tensor]) -> Iterator[tuple[int, Pair, Pair]]:
+        """Yields each pair with its segment, and its parts of tensors shaped as `self.a` and `self.b`."""
+        widest = self.rank
+        for pairs, *both in zip(self.linears.values(), torch.split(a, widest, 1), b, strict=True):
+            for segment, (pair, of_a, of_b) in enumerate(zip(pairs, *both, strict=True)):
+                if pair is not None:
+                    rank = pair[0].shape[0]
+                    yield segment, pair, (of_a, of_b) if rank == widest else (of_a[:rank], of_b[:, :rank])
 
 
 class Gradients:
-    """The gradients of a pass's stacks, until the end of its backward pass.
+    """The gradients of a pass's stacks, for one backward pass. At its end they reach the adapters' `.grad`.
 
-    Then those of all linears reach an adapter's parameters in one walk. As results of the autograd functions each would
-    be a node of autograd: 16 adapters of Qwen3-0.6B have 6,272.
+    So those of all linears reach an adapter in one walk. As results of the autograd functions each would be a node of
+    autograd: 16 adapters of Qwen3-0.6B have 6,272.
     """
 
-    def __init__(self, scalings: Sequence[float]) -> None:
-        """`scalings`: one for each segment."""
-        self._scalings = scalings
+    def __init__(self, scalings: Sequence[float], *, at_once: bool = False) -> None:
+        """`scalings`: one for each segment. `at_once`: do not wait for the end, where that would keep too many."""
+        self._scalings, self._at_once = scalings, at_once
         self._found: list[tuple[Stack, Tensor, Sequence[Tensor]]] = []
         self.anchor = torch.empty(0, requires_grad=True)
         """An input of the autograd functions, so that autograd records them."""
 
     def add(self, stack: Stack, of_a: Tensor, of_b: Sequence[Tensor]) -> None:
         """Adds the gradients in a stack's `a`, without the scalings, and `b`. Called in a backward pass."""
-        if not self._found:
+        if not self._found and not self._at_once:
             torch.autograd.Variable._execution_engine.queue_callback(self._give)
         self._found.append((stack, of_a, of_b))
+        if self._at_once:
+            self._give()
 
     @torch.no_grad()
     def _give(self) -> None:
@@ -114,20 +107,19 @@ class Gradients:
         parameters: list[list[Tensor]] = [[] for _ in self._scalings]
         parts: list[list[Tensor]] = [[] for _ in self._scalings]
         for stack, of_a, of_b in found:
-            every, cut = stack.parameters(), stack.parts(of_a, of_b)
-            for place, segment in enumerate(stack.segments()):
-                parameters[segment] += every[2 * place : 2 * place + 2]
-                parts[segment] += cut[2 * place : 2 * place + 2]
+            for segment, pair, of_pair in stack.pairs(of_a, of_b):
+                parameters[segment] += pair
+                parts[segment] += of_pair
         for scaling, own, of_own in zip(self._scalings, parameters, parts, strict=True):
             if own:
                 _accumulate(own, _exact(of_own, own, scaling))
 
 
 def _exact(parts: list[Tensor], parameters: Sequence[Tensor], scaling: float) -> list[Tensor]:
-    """Copies the gradients of an adapter's A, B, A, B, ... to fp32, as its parameters lie in memory, and scales A's.
+    """Copies the gradients of an adapter's A, B, A, B, ... to contiguous fp32, and scales A's.
 
-    AdamW's kernel refuses gradients that lie otherwise. They have memory of their own, so an adapter that waits for its
-    step does not keep the others' gradients.
+    AdamW's kernel refuses gradients that lie otherwise than their parameters. An adapter's gradients have memory of
+    their own, so one that waits for its step does not keep the others'.
     """
     shapes = [parameter.shape for parameter in parameters]
     exact = _cut(parts[0].new_empty(sum(map(prod, shapes)), dtype=torch.float32), shapes)
@@ -137,9 +129,16 @@ def _exact(parts: list[Tensor], parameters: Sequence[Tensor], scaling: float) ->
 
 
 def _copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies A, B, A, B, ...: a few kernels, but one for each B of lesser rank."""
-    for kind in (slice(0, None, 2), slice(1, None, 2)):  # one unlike pair of strides makes a call copy one by one
-        torch._foreach_copy_(targets[kind], sources[kind])
+    """Copies A, B, A, B, ...: in a few kernels, and one for each B of lesser rank.
+
+    A call copies one by one if one of its tensors lies otherwise than its source.
+    """
+    torch._foreach_copy_(targets[::2], sources[::2])
+    pairs = [*zip(targets[1::2], sources[1::2], strict=True)]
+    for dense in (True, False):
+        chosen = [pair for pair in pairs if all(one.is_contiguous() for one in pair) == dense]
+        if chosen:
+            torch._foreach_copy_([target for target, _ in chosen], [source for _, source in chosen])
 
 
 def _accumulate(parameters: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
@@ -174,10 +173,10 @@ def stacked(groups: Sequence[Mapping[str, Pairs]], scalings: Sequence[float], li
     every = [shape for of_group in shapes for shape in of_group]
     views = iter(_cut(like.new_zeros(sum(map(prod, every))), every))
     stacks = [Stack(group, next(views), [*islice(views, len(group))]) for group in groups]
-    copies = [part for stack in stacks for part in stack.parts(stack.a, stack.b)]
-    masters = [tensor for stack in stacks for tensor in stack.parameters()]
-    _copy_(copies, masters)
-    torch._foreach_mul_(copies[::2], [scalings[segment] for stack in stacks for segment in stack.segments()])
+    found = [each for stack in stacks for each in stack.pairs(stack.a, stack.b)]
+    copies = [part for *_, parts in found for part in parts]
+    _copy_(copies, [tensor for _, pair, _ in found for tensor in pair])
+    torch._foreach_mul_(copies[::2], [scalings[segment] for segment, *_ in found])
     return {path: stack for stack in stacks for path in stack.linears}
 
 
@@ -257,17 +256,17 @@ def _keep(ctx: Any, x: Tensor, low: Tensor, stack: Stack, ends: Tensor | None, g
     ctx.save_for_backward(x, low)
 
 
-def _gradients(ctx: Any, gradients: Sequence[Tensor]) -> Tensor:
+def _gradients(ctx: Any, of_outs: Sequence[Tensor]) -> Tensor:
     """Returns the gradient of `low` from those of the outputs [T, out]; notes those of the stack.
 
     Written by hand: those of all segments come from one product.
     """
     stack, ends = ctx.stack, ctx.ends
     x, low = ctx.saved_tensors
-    parts = [_product(gradient, b, ends) for gradient, b in zip(gradients, stack.b, strict=True)]
+    parts = [_product(of_out, b, ends) for of_out, b in zip(of_outs, stack.b, strict=True)]
     of_low = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     lows = torch.split(low, stack.rank, 1)
-    of_b = [_product(gradient.mT, one, ends) for gradient, one in zip(gradients, lows, strict=True)]
+    of_b = [_product(of_out.mT, one, ends) for of_out, one in zip(of_outs, lows, strict=True)]
     ctx.gradients.add(stack, _product(of_low.mT, x, ends), of_b)
     return of_low
 
@@ -288,7 +287,9 @@ class _AddProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         rows = grads[0].reshape(-1, grads[0].shape[-1]).contiguous()
-        return _product(_gradients(ctx, [rows]), ctx.stack.a, ctx.ends), grads[0], None, None, None, None
+        of_low = _gradients(ctx, [rows])
+        of_x = _product(of_low, ctx.stack.a, ctx.ends) if ctx.needs_input_grad[0] else None
+        return of_x, grads[0], None, None, None, None
 
 
 class _Joined(torch.autograd.Function):
@@ -312,13 +313,13 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        gradients = [gradient.contiguous() for gradient in grads]
-        of_low = _gradients(ctx, gradients)
+        of_outs = [of_out.contiguous() for of_out in grads]
+        of_low = _gradients(ctx, of_outs)
         of_x = None
         if ctx.needs_input_grad[0]:  # not below the first layer, where it would be large products for nothing
             of_x = _product(of_low, ctx.stack.a, ctx.ends)
-            for gradient, weight in zip(gradients, ctx.weights, strict=True):
-                of_x.addmm_(gradient, weight)
+            for of_out, weight in zip(of_outs, ctx.weights, strict=True):
+                of_x.addmm_(of_out, weight)
         return of_x, None, None, None, None, None
 
 

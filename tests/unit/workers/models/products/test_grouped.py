@@ -205,6 +205,30 @@ def test_a_linear_that_a_pass_uses_twice_learns_from_both_uses(model: nn.Module,
     assert_same(found[1], found[0])
 
 
+def test_a_part_gives_its_gradients_before_the_pass_ends(model: nn.Module, group: Callable[[], None]) -> None:
+    """A pass may have many parts, and each has gradients of a whole adapter."""
+    group()
+    adapters, given = [adapter(model, 8), adapter(model, 8)], []
+    with lora.use([(one, 4) for one in adapters]):
+        outs = []
+        for rows in (slice(0, 4), slice(4, 8)):
+            with lora.use(lora.in_use().part(rows)):
+                outs.append(model(torch.ones(4, 16)))
+        outs[0].register_hook(lambda _: given.append([one.grad for one in adapters[1].tensors.values()]))
+    torch.cat(outs).sum().backward()
+    assert all(gradient is not None for gradient in given[0])
+
+
+def test_an_output_that_nothing_took_is_dropped(model: nn.Module, group: Callable[[], None]) -> None:
+    """As when memory runs out between two linears that were computed together."""
+    group()
+    segments = lora.StackedSegments([(adapter(model, 8), 9)])
+    with pytest.raises(MemoryError), lora.use(segments):
+        model.get_submodule("gate_proj")(torch.ones(9, 24))
+        raise MemoryError
+    assert not segments.ready
+
+
 def test_the_gradient_of_an_adapter_keeps_no_other_in_memory(model: nn.Module, group: Callable[[], None]) -> None:
     group()
     adapters = [adapter(model, 8), adapter(model, 8)]
@@ -312,7 +336,7 @@ def _functions(model: Layer, first: str) -> set[str]:
     assert isinstance(linear, lora.LoraLinear)
     with lora.use(segments):
         linear(torch.ones(9, linear.base.in_features))
-    return {first, *segments.ready}
+        return {first, *segments.ready}
 
 
 def test_a_linear_that_reads_another_input_after_all_is_computed_for_that(group: Callable[[], None]) -> None:
