@@ -147,16 +147,19 @@ def test_very_many_runs_of_others_are_not_read_for_a_listing(api: Api, stranger:
     with connect(state_url) as client:
 
         def commands() -> int:
+            """The fewest of five tries: other threads send some too, and a connection that was idle asks for the
+            server."""
+            return min(listed() for _ in range(5))
+
+        def listed() -> int:
             before = sum(said["calls"] for said in client.info("commandstats").values())
             assert [run["training_run_id"] for run in api.get("training_runs").json["training_runs"]] == [model]
             return sum(said["calls"] for said in client.info("commandstats").values()) - before
 
-        commands()
         alone = commands()
         session = stranger.session()
         for seq in range(100):
             stranger.post("create_model", {"session_id": session, "model_seq_id": seq, "base_model": BASE})
-        commands()  # a connection that was idle for 10 s first asks whether the server is there
         assert commands() == alone
-    listed = stranger.get("training_runs?limit=100").json
-    assert (len(listed["training_runs"]), listed["cursor"]["total_count"]) == (100, 100)
+    own = stranger.get("training_runs?limit=100").json
+    assert (len(own["training_runs"]), own["cursor"]["total_count"]) == (100, 100)
