@@ -111,7 +111,7 @@ MUTANTS = (
         f"{_PAUSES}::test_a_running_sample_is_reported_lost_and_goes_back_without_an_attempt",
     ),
     Mutant(
-        "pauses: a throttled sample that is put off stays throttled",
+        "pauses: a throttled sample keeps its place when it is put off",
         f"{_LUA}/samples.lua",
         " and ring ~= 'held' then",
         " then",
