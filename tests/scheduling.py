@@ -29,7 +29,7 @@ def sort_key(nodeid: str) -> int:
 
 
 class Scheduling(LoadScopeScheduling):
-    """xdist's own scheduling, except for the grouping of tests and the start of each process."""
+    """xdist's own scheduling, except for the grouping of tests, the start of each process and its death."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
@@ -40,3 +40,12 @@ class Scheduling(LoadScopeScheduling):
         if node is not self.nodes[0]:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
+
+    def _reschedule(self, node: WorkerController) -> None:
+        """Assigns scopes to a process until three tests wait there, or all scopes are assigned.
+
+        xdist assigns one scope, and the next when a test of it ends. After a process died, the scopes that it had
+        finished are assigned once more. No test of them ends, so the run would never end.
+        """
+        while not node.shutting_down and self._pending_of(self.assigned_work[node]) <= 2:
+            super()._reschedule(node)
