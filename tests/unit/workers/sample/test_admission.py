@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 
 import numpy as np
@@ -19,21 +20,33 @@ BATCH = 8
 
 
 class Engine:
-    """Requests that stay in the batch until the test ends them; each arrives before the next one."""
+    """Requests that stay in the batch until the test ends them; each arrives before the next one.
+
+    At the end of a `with` block those that are left end too, as their threads would outlive the test.
+    """
 
     def __init__(self, weight_of=equal) -> None:
         self.fair_queue = FairQueue()
         self._batch_admission = BatchAdmission(self.fair_queue, weight_of, BATCH)
-        self._ends: defaultdict[int, threading.Event] = defaultdict(threading.Event)
+        self._ends: list[threading.Event] = []
         self._lock = threading.Lock()
         self.handles: list[RequestHandle] = []
         self.inside: list[tuple[int, str]] = []
         self.order: list[str] = []
         self._gone = self._stopped = 0
 
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle, end in zip(self.handles, self._ends, strict=True):
+            handle.abort()
+            end.set()
+
     def come(self, project: str, *, samples: int = 1, tokens: int = 10, took: int | None = None) -> int:
         number = len(self.handles)
         self.handles.append(RequestHandle())
+        self._ends.append(threading.Event())
         request = SampleRequest(np.zeros(1, np.int32), samples, tokens, 0)
         threading.Thread(target=self._run, args=(number, project, request, took), daemon=True).start()
         self._settle()
@@ -90,8 +103,15 @@ class Engine:
 
 
 @pytest.fixture
-def engine() -> Engine:
-    return Engine()
+def engine() -> Iterator[Engine]:
+    with Engine() as engine:
+        yield engine
+
+
+@pytest.fixture
+def weighted_engine() -> Iterator[Engine]:
+    with Engine({"one": 1.0, "three": 3.0}.__getitem__) as engine:
+        yield engine
 
 
 def test_one_project_alone_has_the_whole_batch_and_the_next_ready(engine: Engine):
@@ -122,13 +142,12 @@ def test_a_request_with_more_sequences_than_a_batch_holds_up_no_other_project(en
     assert engine.order == ["long", "short"]
 
 
-def test_shares_of_the_batch_are_in_proportion_to_the_weights():
-    engine = Engine({"one": 1.0, "three": 3.0}.__getitem__)
+def test_shares_of_the_batch_are_in_proportion_to_the_weights(weighted_engine: Engine):
     for _ in range(2 * BATCH):
-        engine.come("one")
+        weighted_engine.come("one")
     for _ in range(BATCH):
-        engine.come("three")
-    assert Counter(engine.order) == {"one": BATCH + 1, "three": BATCH * 3 // 4}
+        weighted_engine.come("three")
+    assert Counter(weighted_engine.order) == {"one": BATCH + 1, "three": BATCH * 3 // 4}
 
 
 def test_a_project_that_was_alone_for_long_owes_others_its_last_request_at_most(engine: Engine):
@@ -149,13 +168,12 @@ def test_projects_are_served_alike_by_tokens_not_by_requests(engine: Engine):
     assert served["short"] == pytest.approx(3 * served["long"], abs=6)
 
 
-def test_service_is_in_proportion_to_the_weights():
-    engine = Engine({"one": 1.0, "three": 3.0}.__getitem__)
+def test_service_is_in_proportion_to_the_weights(weighted_engine: Engine):
     for _ in range(50):
-        engine.come("one")
-        engine.come("three")
-    engine.level_out()
-    served = engine.serve(40)
+        weighted_engine.come("one")
+        weighted_engine.come("three")
+    weighted_engine.level_out()
+    served = weighted_engine.serve(40)
     assert served["three"] == pytest.approx(3 * served["one"], abs=4)
 
 
