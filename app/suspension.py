@@ -63,7 +63,10 @@ class Ends:
         """An end in the second half of the next `seconds`, and its slot: the slot with the fewest ends, and of several
         the last."""
         last, half = int((now + seconds) / _SLOT_S), int((now + seconds / 2) / _SLOT_S)
-        slot = min(range(last, half, -1), key=self._ending.__getitem__, default=last)
+        slots = range(last, half, -1)
+        slot = next((slot for slot in slots if slot not in self._ending), None)  # mostly the first one
+        if slot is None:
+            slot = min(slots, key=self._ending.__getitem__, default=last)
         self._ending[slot] += 1
         return now + seconds - (last - slot) * _SLOT_S, slot
 
