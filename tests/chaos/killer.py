@@ -152,7 +152,8 @@ class Killer:
         op = rng.choice(ops)
         time.sleep(rng.uniform(0, _INTO_AN_OP_S))
         process = trainers[op.node]
-        process.suspend()
+        if not stop_if_alive(process):
+            return None
         if op in self._live() and op.node not in self._spared():
             return op, process
         process.resume()
@@ -177,7 +178,8 @@ class Killer:
             return None
         node = rng.choice(idle)
         process = trainers[node]
-        process.suspend()
+        if not stop_if_alive(process):
+            return None
         if node in self._spared() or any(op.node == node for op in self._live()):
             process.resume()
             return None
@@ -210,6 +212,14 @@ class Killer:
         with connect(self.stack.settings().broker_url) as broker:
             patiently(broker.flushall)
         return "every message lost"
+
+
+def stop_if_alive(process: psutil.Process) -> bool:
+    """Stops a process. Returns False if it has ended: one that was killed is still found for a moment."""
+    with suppress(psutil.NoSuchProcess):
+        process.suspend()
+        return True
+    return False
 
 
 def _where(op: Running) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.chaos import forms, stack
 from tests.chaos.__main__ import judge, run
+from tests.chaos.killer import stop_if_alive
+from tests.chaos.observer import await_true
 from tests.chaos.run import Report
 from tests.models import tiny_qwen3
 
@@ -44,6 +48,18 @@ def test_where_passes_are_shared_nothing_is_lost_doubled_or_changed_and_all_is_w
 def test_a_killed_rank_changes_no_result(base: Path, tmp_path: Path):
     report = run(stack.ranked(tmp_path, base), SEEDS[0], forms.RANKS)
     assert not judge(report, forms.RANKS), f"see {tmp_path}/chaos.log and {tmp_path}/data/logs: {report}"
+
+
+def test_a_trainer_that_ended_after_it_was_found_is_left_alone():
+    trainer = subprocess.Popen(["sleep", "60"])
+    process = psutil.Process(trainer.pid)
+    try:
+        assert stop_if_alive(process)
+        await_true("the trainer to stop", lambda: process.status() == psutil.STATUS_STOPPED)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    assert not stop_if_alive(process)
 
 
 def test_a_run_that_hit_too_little_is_no_proof():
