@@ -95,7 +95,7 @@ class JournalModel:
         if result.failed:
             op.doomed = op.doomed or why
             if op.kind == BACKWARD:
-                self._doom_behind(seq, why)
+                self._doom_behind(seq, op.doomed)
         if seq in self.digests:
             self.results[seq] = result
         return True

@@ -266,6 +266,16 @@ def test_the_first_reason_an_op_fails_for_stays(machine: JournalMachine):
         check(machine)
 
 
+def test_the_ops_behind_an_op_fail_for_its_first_reason(machine: JournalMachine):
+    machine.admit_ahead(1, "forward_backward", "x")
+    machine.refuse(0, "lost_batch")
+    machine.admit_ahead(2, "save_weights", "x")
+    machine.acquire("a/1")
+    machine.commit_next(0, Result(b"lost", failed=True))
+    machine.commit_next(0, Result(b"one", failed=True))
+    check(machine)
+
+
 def test_what_is_behind_a_snapshot_is_trimmed_and_the_rest_stays(machine: JournalMachine):
     for seq in range(3):
         machine.admit_ahead(seq, "forward_backward", "x")
