@@ -242,9 +242,9 @@ class RedisOpLog(RedisFutures):
         """Makes `seq` the applied one, its result readable and the records set, and wakes the poll.
 
         Raises Fenced, and Unavailable when pieces of a large result have lapsed. A failed forward_backward makes the
-        Ops that already wait after it, up to the next optim_step, fail with `why`. An Op that did not fail counts its
-        `usage`, in the same step, for the project that the model belongs to at that moment. A `point` is added to the
-        model's progress, in the same step.
+        Ops that already wait after it, up to the next optim_step, fail with `why`; if it was doomed itself, with the
+        reason that it has. An Op that did not fail counts its `usage`, in the same step, for the project that the model
+        belongs to at that moment. A `point` is added to the model's progress, in the same step.
         """
         state = "failed" if result.failed else "done"
         records = json.dumps([[namespace, key, dict(fields)] for namespace, key, fields in writes])
