@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from app.domain import losses
 from app.domain.ops import AdamParams, ForwardBackward, LoraSpec, OptimStep, Ragged
@@ -31,6 +32,7 @@ from tests.parity.datums import batch, data, supervised
 from workers.backends.training import backends
 from workers.backends.training.base import BackendOp, Create
 from workers.backends.training.engine import HiddenStates
+from workers.backends.training.full_state import FullFinetuneState
 from workers.backends.training.trainer import Trainer
 from workers.models import base_model, experts, lora
 from workers.models.tensor_parallel import SplitLayers
@@ -137,8 +139,13 @@ def _result(run: Callable[[], Trained]) -> tuple[str, int]:
     model = trainer._engine.base.model
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, state in trainer._states.items():
-        tensors |= {f"{name} {number}": tensor for number, tensor in enumerate(state.tensors())}
+        tensors |= {f"{name} {number}": tensor for number, tensor in enumerate(_tensors(state))}
     return ", ".join(name for name, tensor in tensors.items() if tensor.device != DEVICE)[:300], waits
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    """Those of an adapter; a full fine-tune may keep its own in host memory."""
+    return iter(()) if isinstance(state, FullFinetuneState) else state.tensors()
 
 
 if __name__ == "__main__":

@@ -66,50 +66,50 @@ def test_the_host_waits_once_for_the_steps_of_all_tenants(measured: dict[str, An
     }
 
 
-def test_a_step_walks_over_its_tensors_once_for_norms(measured: dict[str, Any]) -> None:
-    """One kernel for 64 of 480 tensors; twice as many where the norms of gradients are not known."""
+def test_a_step_walks_over_its_pieces_once_for_norms(measured: dict[str, Any]) -> None:
+    """One kernel for 64 of 256 pieces; twice as many where the norms of gradients are not known."""
     assert {case: found["norms"] for case, found in measured["steps"].items()} == {
         "1 tenant": 1,
-        "16 uneven tenants": 8,
-        "16 uneven tenants, 2 passes": 16,
+        "16 uneven tenants": 4,
+        "16 uneven tenants, 2 passes": 8,
     }
 
 
 def test_the_steps_of_16_tenants_have_few_more_kernels_than_that_of_one(measured: dict[str, Any]) -> None:
-    """One for 64 tensors, of which a tenant has 30 here. Two learning rates are two calls of AdamW."""
+    """One for 64 pieces, of which a tenant has 16. Two learning rates are two calls of AdamW."""
     assert measured["steps"]["1 tenant"]["kernels"] <= 7
-    assert measured["steps"]["16 uneven tenants"]["kernels"] <= 29
+    assert measured["steps"]["16 uneven tenants"]["kernels"] <= 17
 
 
-def test_the_host_waits_four_times_for_a_copy_of_a_model_however_many_tensors_it_has(measured: dict[str, Any]) -> None:
-    """Once for its weights, for each of two moments, and for its gradient."""
-    assert measured["captures"] == [4, 4]
+def test_the_host_waits_three_times_for_a_copy_of_a_model_however_many_tensors_it_has(measured: dict[str, Any]) -> None:
+    """Once for each of two moments, and once for its weights and gradient."""
+    assert measured["captures"] == [3, 3]
 
 
 def test_a_layer_with_one_tenant_has_few_kernels(counts: Counts) -> None:
-    assert counts["1 tenant"]["layer"] <= 182
+    """Eleven add the gradients of seven linears to those of the pass."""
+    assert counts["1 tenant"]["layer"] <= 193
 
 
 def test_a_layer_with_16_tenants_has_few_more(counts: Counts) -> None:
-    """However many tokens each tenant has. In runs of equal ones, uneven tenants had 2,222. Four are for the norms of
-    their gradients in the layer, 224 tensors."""
-    assert counts["16 tenants"]["layer"] <= 225
+    """However many tokens each tenant has. In runs of equal ones, uneven tenants had 2,222."""
+    assert counts["16 tenants"]["layer"] <= 226
     assert counts["16 uneven tenants"]["layer"] == counts["16 tenants"]["layer"]
 
 
-def test_a_layer_of_fused_kernels_has_at_most_69(measured: dict[str, Any]) -> None:
-    """The default on a GPU, where `tests/gpu` counts them again. With 16 tenants it has 43 more: its 33 products with
-    adapters are grouped, which takes two kernels each, and ten are for the adapters' stacks and norms."""
-    assert measured["fused layers"]["1 tenant"] <= 69
-    assert measured["fused layers"]["16 uneven tenants"] <= 112
+def test_a_layer_of_fused_kernels_has_at_most_80(measured: dict[str, Any]) -> None:
+    """The default on a GPU, where `tests/gpu` counts them again. With 16 tenants it has 33 more: its 33 products with
+    adapters are grouped, which takes two kernels each."""
+    assert measured["fused layers"]["1 tenant"] <= 80
+    assert measured["fused layers"]["16 uneven tenants"] <= 113
 
 
 def test_head_and_losses_have_few_kernels_for_each_tenant(counts: Counts) -> None:
     """They are all kernels outside of layers. Each Op has its own loss with own settings and results, which take 49,
-    the head's adapters are 17 each, and the gradients of all linears together three. Targets reach the device once for
+    the head's adapters are 17 each, and the gradients of all linears together four. Targets reach the device once for
     all Ops."""
-    assert counts["1 tenant"]["rest"] <= 146
-    assert max(case["rest"] for case in counts.values()) <= 146 + 15 * 69
+    assert counts["1 tenant"]["rest"] <= 147
+    assert max(case["rest"] for case in counts.values()) <= 147 + 15 * 71
 
 
 def test_a_layer_attends_once_whatever_the_lengths_of_its_datums(counts: Counts) -> None:
@@ -119,7 +119,7 @@ def test_a_layer_attends_once_whatever_the_lengths_of_its_datums(counts: Counts)
 
 def test_sinks_of_16_uneven_datums_are_few_kernels(counts: Counts) -> None:
     """Four more than without sinks. In a call for each length the layer had 593."""
-    assert counts["1 tenant, 16 uneven datums, sinks"]["layer"] <= 245
+    assert counts["1 tenant, 16 uneven datums, sinks"]["layer"] <= 251
 
 
 def test_a_layer_keeps_few_bytes_of_a_token_however_many_tenants_there_are(counts: Counts) -> None:

@@ -25,7 +25,8 @@ from tests.parity.datums import batch, policy, supervised, valued
 from workers.backends.training import backends, ranks
 from workers.backends.training.base import GRADIENTS_FILE, Create, Load
 from workers.backends.training.trainer import Trainer
-from workers.models import lora, peft_files
+from workers.models import peft_files
+from workers.models.adapter import Adapter
 
 BY_ONE = "written by one process"
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8, grad_clip_norm=5.0))
@@ -171,7 +172,7 @@ def read_late() -> None:
     """Delays this rank's checkpoint reads beyond the end of rank 0's."""
     read = peft_files.read
 
-    def late(folder: Path) -> lora.Adapter:
+    def late(folder: Path) -> Adapter:
         time.sleep(0.5)
         return read(folder)
 
@@ -200,7 +201,7 @@ def end_alone(backend: Trainer, follower: int) -> None:
 def read_nothing() -> None:
     """Makes every checkpoint unreadable for this rank."""
 
-    def unreadable(folder: Path) -> lora.Adapter:
+    def unreadable(folder: Path) -> Adapter:
         raise UserOpError(f"{folder} cannot be read here")
 
     peft_files.read = unreadable

@@ -29,7 +29,7 @@ def test_the_optimizer_equals_torch_adamw_on_the_same_gradients() -> None:
         gradients = [torch.randn_like(p, requires_grad=False) for p in theirs]
         for parameter, gradient in zip(theirs, gradients, strict=True):
             parameter.grad = gradient.clone()
-        (norm,) = step_all([Step(optimizer, dict(zip(ours, gradients, strict=True)), params)])
+        (norm,) = step_all([Step(optimizer, ours, dict(zip(ours, gradients, strict=True)), params)])
         torch_norm = torch.nn.utils.clip_grad_norm_(theirs, params.grad_clip_norm or float("inf"))
         adamw.param_groups[0].update(
             lr=params.learning_rate,

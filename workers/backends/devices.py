@@ -29,14 +29,15 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def copied(tensors: Mapping[str, Tensor], *, pinned: bool = False) -> dict[str, Tensor]:
     """Copies tensors of one device to the CPU, contiguous.
 
-    With `pinned` the host waits once: a GPU copies into pinned memory and the host does not wait, but for the last
-    copy, behind which the stream has done all others. torch keeps such memory for later copies and rounds each tensor
-    up to a power of two, so it is for adapters and not for full models.
+    With `pinned` the host waits once: a GPU copies into pinned memory, and the host waits only for one number more, as
+    the stream has done all copies by then. torch keeps such memory for later copies and rounds each tensor up to a
+    power of two, so it is for adapters and not for full models.
     """
-    last = len(tensors) - 1
-    return {
-        name: tensor.detach().to(
-            "cpu", non_blocking=pinned and at < last, copy=True, memory_format=torch.contiguous_format
-        )
-        for at, (name, tensor) in enumerate(tensors.items())
+    found = {
+        name: tensor.detach().to("cpu", non_blocking=pinned, copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
     }
+    if pinned:
+        for tensor in [*tensors.values()][-1:]:
+            tensor.detach().flatten()[:1].cpu()
+    return found

@@ -11,8 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import accumulate, groupby
 from math import sqrt
 from typing import Any
@@ -20,73 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from app.domain.adapters import KEY_PREFIX, Shape
+from app.domain.adapters import Shape
 from app.domain.ops import LoraSpec
 from app.errors import UserOpError
 from workers.models import coverage, experts
+from workers.models.adapter import Adapter, LoraPair, together
 from workers.models.products import batched, grouped
-
-SCORE = "score"
-"""The name that transformers gives to the head of a sequence classifier. PEFT keeps this head beside the adapter, under
-the same name."""
-SCORE_KEY = f"{KEY_PREFIX}{SCORE}.weight"
-# Linears of one module that read the same input.
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-@dataclass(frozen=True, slots=True)
-class LoraPair:
-    """One linear's part of an adapter, fp32: `a` [rank, in_features], `b` [out_features, rank]."""
-
-    a: nn.Parameter
-    b: nn.Parameter
-
-
-@dataclass(frozen=True, eq=False)
-class Adapter:
-    """Adds `scaling * x Aᵀ Bᵀ` to the output of every linear in `pairs`, which is keyed by module path.
-
-    A critic's `value_head`, fp32 [1, hidden size], gives the value of each token from its last hidden state.
-    """
-
-    spec: LoraSpec
-    pairs: dict[str, LoraPair]
-    value_head: nn.Parameter | None = None
-
-    @property
-    def critic(self) -> bool:
-        return self.value_head is not None
-
-    @property
-    def scaling(self) -> float:
-        return self.spec.alpha / self.spec.rank
-
-    @cached_property
-    def tensors(self) -> Mapping[str, nn.Parameter]:
-        """Every parameter by its name in a PEFT file, sorted by path, and the value head last. So an adapter read from
-        files has the order of a new one, and its gradients' norm has the same last bit."""
-        found = {
-            f"{KEY_PREFIX}{path}.lora_{part}.weight": parameter
-            for path, pair in sorted(self.pairs.items())
-            for part, parameter in (("A", pair.a), ("B", pair.b))
-        }
-        return found if self.value_head is None else {**found, SCORE_KEY: self.value_head}
-
-    def drop_gradients(self) -> None:
-        """Removes every parameter's `.grad`."""
-        for parameter in self.tensors.values():
-            parameter.grad = None
-
-    def to(self, device: torch.device) -> Adapter:
-        """A copy on `device`."""
-        return self.with_values({name: one.detach().to(device, copy=True) for name, one in self.tensors.items()})
-
-    def with_values(self, values: Mapping[str, Tensor]) -> Adapter:
-        """An adapter of this kind with other tensors, which have the names of `tensors`."""
-        names = {path: [f"{KEY_PREFIX}{path}.lora_{part}.weight" for part in "AB"] for path in self.pairs}
-        pairs = {path: LoraPair(*(nn.Parameter(values[name]) for name in both)) for path, both in names.items()}
-        return Adapter(self.spec, pairs, nn.Parameter(values[SCORE_KEY]) if self.critic else None)
-
 
 Segments = Sequence[tuple[Adapter | None, int]]
 
@@ -100,16 +38,12 @@ class StackedSegments(tuple[tuple[Adapter | None, int], ...]):
 
     def __init__(self, segments: Iterable[tuple[Adapter | None, int]] = ()) -> None:
         self._stacks: dict[torch.dtype, Mapping[str, grouped.Stack]] = {}
+        self._gradients: dict[torch.dtype, grouped.Gradients] = {}
         self._ends: dict[int, Tensor] = {}
         self._whole: StackedSegments | None = None
         self._first = 0
         self.ready: dict[str, tuple[Tensor, Tensor]] = {}
         """Inputs and outputs of linears that were computed together with another one, by their paths."""
-
-    @cached_property
-    def gradients(self) -> grouped.Gradients:
-        """The gradients of these segments' stacks. A pass has many parts, with gradients of a whole adapter each."""
-        return grouped.Gradients([_scaling(one) for one, _ in self], at_once=self._whole is not None)
 
     def part(self, rows: slice) -> StackedSegments:
         """Returns the shares within `rows`. Their stacks are parts of these ones, not copies."""
@@ -128,8 +62,12 @@ class StackedSegments(tuple[tuple[Adapter | None, int], ...]):
             own = None if whole is None else whole.within(slice(self._first, self._first + len(self)))
             return own if own is not None and any(pair for pairs in own.linears.values() for pair in pairs) else None
         if like.dtype not in self._stacks:
-            self._stacks[like.dtype] = grouped.stacked(self._groups(), [_scaling(one) for one, _ in self], like)
+            self._stacks[like.dtype], self._gradients[like.dtype] = self._stacked(like)
         return self._stacks[like.dtype].get(path)
+
+    def gradients(self, dtype: torch.dtype) -> grouped.Gradients:
+        """Returns what takes the gradients of the stacks of this dtype, which `stack` has made."""
+        return self._gradients[dtype] if self._whole is None else self._whole.gradients(dtype)
 
     def ends(self, x: Tensor) -> Tensor | None:
         """Returns where the segments end in x [tokens, features], int32 on its device; None for one segment."""
@@ -141,21 +79,20 @@ class StackedSegments(tuple[tuple[Adapter | None, int], ...]):
             self._ends[len(x)] = torch.tensor([*accumulate(counts)], dtype=torch.int32).to(x.device, non_blocking=True)
         return self._ends[len(x)]
 
-    def _groups(self) -> list[dict[str, grouped.Pairs]]:
+    def _stacked(self, like: Tensor) -> tuple[Mapping[str, grouped.Stack], grouped.Gradients]:
         adapters = [adapter for adapter, _ in self]
-        paths = dict.fromkeys(path for one in adapters if one is not None for path in one.pairs)
-        groups = _together(path for path in paths if not experts.is_pair(path))
-        return [{path: [_tensors(one, path) for one in adapters] for path in group} for group in groups]
+        groups = together(path for one in adapters if one is not None for path in one.linears)
+        rank = max((one.spec.rank for one in adapters if one is not None), default=0)
+        segments = [grouped.Segment(_scaling(one), _row(one, sum(map(len, groups)), rank)) for one in adapters]
+        pairs = [{path: [_tensors(one, path) for one in adapters] for path in group} for group in groups]
+        return grouped.stacked(pairs, segments, like)
 
 
-def _together(paths: Iterable[str]) -> list[list[str]]:
-    """Groups the paths of linears that read the same input."""
-    groups: dict[tuple[str, object], list[str]] = {}
-    for path in paths:
-        parent, _, name = path.rpartition(".")
-        kind = next((names for names in _TOGETHER if name in names), name)
-        groups.setdefault((parent, kind), []).append(path)
-    return [*groups.values()]
+def _row(adapter: Adapter | None, linears: int, rank: int) -> nn.Parameter | None:
+    """The flat tensor of an adapter that lies as a row of stacks of so many linears and this rank."""
+    if adapter is None or len(adapter.linears) != linears or adapter.spec.rank != rank or not grouped.is_aligned(rank):
+        return None
+    return adapter.row
 
 
 def _scaling(adapter: Adapter | None) -> float:
@@ -224,7 +161,7 @@ class LoraLinear(nn.Module):
             stack = segments.stack(self.path, flat)
             if stack is None:
                 return out
-            return grouped.added(flat, out, stack.only(self.path), segments.ends(flat), segments.gradients)
+            return grouped.added(flat, out, stack.only(self.path), segments.ends(flat), segments.gradients(flat.dtype))
         return batched.added(flat, out, [*_runs(segments, self.path, len(flat))])
 
     def _joined(self, x: Tensor, flat: Tensor, stack: grouped.Stack, segments: StackedSegments) -> Tensor:
@@ -235,7 +172,7 @@ class LoraLinear(nn.Module):
         ):
             linears, stack = {self.path: self.base}, stack.only(self.path)
         bases = [linears[path] for path in stack.linears]
-        outs = grouped.joined(flat, bases, stack, segments.ends(flat), segments.gradients)
+        outs = grouped.joined(flat, bases, stack, segments.ends(flat), segments.gradients(flat.dtype))
         made = {path: out.view(*x.shape[:-1], out.shape[1]) for path, out in zip(stack.linears, outs, strict=True)}
         own = made.pop(self.path)
         segments.ready.update({path: (x, out) for path, out in made.items()})
@@ -270,9 +207,20 @@ def wrap(model: nn.Module) -> None:
         if isinstance(linear, nn.Linear):
             wrapped[path] = LoraLinear(linear, path)
             setattr(model.get_submodule(parent), name, wrapped[path])
-    for group in _together(wrapped):
+    for group in together(wrapped):
         for path in group:
             wrapped[path].together = [wrapped[one] for one in group]
+
+
+def merged(model: nn.Module, name: str, weight: Tensor, pair: LoraPair, scaling: float) -> Tensor:
+    """Returns W + scaling · B A (Hu et al. 2021, LoRA, section 4.1) for the weight of this name in an unwrapped model.
+
+    Computed in fp32 and rounded once, to the weight's dtype.
+    """
+    if weight.ndim == 3:
+        module = model.get_submodule(name.rpartition(".")[0])
+        return experts.merged(module, weight.float(), pair.a, pair.b, scaling).to(weight.dtype)
+    return torch.addmm(weight.float(), pair.b, pair.a, alpha=scaling).to(weight.dtype)
 
 
 def unwrapped_name(model: nn.Module, parameter: str) -> str:

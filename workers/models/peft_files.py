@@ -14,7 +14,7 @@ from app.domain.ops import LoraSpec
 from app.errors import UserOpError
 from workers.backends.training.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from workers.models import coverage, experts
-from workers.models.lora import SCORE, SCORE_KEY, Adapter, LoraPair
+from workers.models.adapter import SCORE, SCORE_KEY, Adapter, LoraPair
 
 
 def write(adapter: Adapter, folder: Path, base_model_name: str, model: nn.Module | None = None) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from app.errors import SetupError
 from workers.models import experts, lora
-from workers.models.lora import Adapter, LoraPair
+from workers.models.adapter import Adapter, LoraPair
 
 _COLUMNS, _ROWS, _EXPERTS = "colwise", "rowwise", "grouped_gemm"
 _KEY_VALUES = ("k_proj", "v_proj")
@@ -76,7 +76,8 @@ class SplitLayers:
     def own(self, adapter: Adapter) -> Adapter:
         """Returns the adapter with this rank's part of each pair. The gradient of a part goes to the whole pair."""
         rank = adapter.spec.rank
-        return replace(adapter, pairs={path: self._own(path, pair, rank) for path, pair in adapter.pairs.items()})
+        pairs = {path: self._own(path, pair, rank) for path, pair in adapter.pairs.items()}
+        return replace(adapter, pairs=pairs, flat=None)
 
     def whole(self, name: str, weight: Tensor) -> Tensor:
         """Returns all of a weight, by its name in an unwrapped model; a collective of the group. A row-wise linear's

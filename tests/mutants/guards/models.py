@@ -378,9 +378,16 @@ MUTANTS = (
     Mutant(
         "grouped products: a second use of a linear adds to the gradient",
         "workers/models/products/grouped.py",
-        "            parameter.grad.add_(part)\n",
-        "            pass\n",
+        "total.add_(part)",
+        "total.copy_(part)",
         f"{_GROUPED}::test_a_linear_that_a_pass_uses_twice_learns_from_both_uses",
+    ),
+    Mutant(
+        "grouped products: an adapter of another rank is no row of the stacks",
+        "workers/models/lora.py",
+        "adapter.spec.rank != rank",
+        "False",
+        f"'{_GROUPED}::test_grouped_products_learn_the_same_as_runs[joined-rows without an adapter-1]'",
     ),
     Mutant(
         "grouped products: a part begins with the segment of its first row",

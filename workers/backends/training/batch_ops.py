@@ -23,7 +23,7 @@ from app.errors import UserOpError
 from workers.backends.training.losses import LOSS_FNS
 from workers.backends.training.losses.custom import CustomLossRun
 from workers.backends.training.state import ModelState
-from workers.models.lora import Adapter
+from workers.models.adapter import Adapter
 from workers.models.routers import NO_ROUTE
 
 _Row = tuple[int, int, int]

@@ -24,10 +24,11 @@ from workers.backends.training.memory import LEAST_TOKENS, Activations
 from workers.backends.training.packing import runs_of
 from workers.backends.training.ranks import RankGroup
 from workers.backends.training.sequence_parallel import ALONE, SequenceGroup
-from workers.models import fused, images, lora, quantized, routers
+from workers.models import experts, fused, images, lora, quantized, routers
+from workers.models.adapter import Adapter
 from workers.models.base_model import LoadedBase
 from workers.models.images import Picture
-from workers.models.lora import Adapter, LoraLinear
+from workers.models.lora import LoraLinear
 from workers.models.routers import NO_ROUTE
 from workers.models.tensor_parallel import SplitLayers
 
@@ -91,6 +92,28 @@ class Engine(ABC):
         """Returns all of the base's weight `name` (as in an unwrapped model) on rank 0, from what `gathered` keeps of
         it. A collective."""
         return weight
+
+    @torch.no_grad()
+    def merged(self, adapter: Adapter) -> dict[str, Tensor]:
+        """Returns every parameter of the base with `adapter`, by its name in an unwrapped model, on the CPU of rank 0;
+        nothing elsewhere. A collective.
+
+        A tied head has an entry only when the adapter sits on it.
+        """
+        model = self.base.model
+        found: dict[str, Tensor] = {}
+        for wrapped, weight in quantized.weights(model):
+            name = lora.unwrapped_name(model, wrapped)
+            pair = adapter.pairs.get(experts.pair_path(name))
+            if pair is None and name in model.all_tied_weights_keys:
+                continue
+            parameter = quantized.plain(weight)
+            with self.gathered(parameter):
+                parameter = self.whole(name, parameter)
+                if self.ranks.rank == 0:
+                    own = parameter if pair is None else lora.merged(model, name, parameter, pair, adapter.scaling)
+                    found[name] = own.detach().to("cpu")  # no copy on a CPU: the base is frozen
+        return found
 
     def write(self, parameter: nn.Parameter, value: Tensor | None, owner: int) -> None:
         """Writes `value`, cast, to `parameter` on every rank; only rank `owner` needs to give a value. A collective."""

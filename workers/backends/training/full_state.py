@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +28,9 @@ from workers.backends.training.optimizer import ShardedAdamW, Step
 from workers.backends.training.ranks import Shards
 from workers.backends.training.state import ModelState, read_optimizer, shaped_as, write_nothing
 from workers.models import base_model, lora
+from workers.models.adapter import Adapter
 from workers.models.base_model import LoadedBase
 from workers.models.full_weights import check_config, huggingface_writer
-from workers.models.lora import Adapter
 
 # The name that transformers' sequence classifiers use.
 VALUE_HEAD = "score.weight"
@@ -88,9 +88,9 @@ class FullFinetuneState:
     def critic(self) -> bool:
         return self.adapter is not None
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yields nothing: this model is alone on its trainer, and `trainer.offload` keeps it in host memory."""
-        return iter(())
+    def move(self, device: torch.device) -> None:
+        """Does nothing: this model is alone on its trainer, and `trainer.offload` keeps it in host memory."""
+        return
 
     def begin(self) -> None:
         self._copy.show(self)
@@ -150,7 +150,7 @@ class FullFinetuneState:
     def begin_step(self, params: AdamParams) -> Step:
         gradients = self._pending or {n: torch.zeros_like(self.masters[n].detach()) for n in self.shards.mine()}
         norm, self._pending_norm = self._pending_norm, None  # a step may scale the gradients, and then fail
-        return Step(self.optimizer, gradients, params, norm)
+        return Step(self.optimizer, self.masters, gradients, params, norm)
 
     def end_step(self) -> None:
         self._pending = None

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from workers.backends.devices import moved
-from workers.models.lora import Adapter
+from workers.models.adapter import Adapter
 
 Segments = Sequence[tuple[Adapter | None, int]]
 """(adapter, number of its consecutive rows); the adapter is None for the head alone."""

@@ -1,4 +1,4 @@
-"""AdamW over fp32 parameters, with its state split over the ranks, tensor by tensor.
+"""AdamW over fp32 weights, with its state split over the ranks, weight by weight.
 
 Each rank steps the tensors it owns (workers/backends/training/ranks.py). A saved state is gathered, so it does not
 depend on the number of ranks that wrote it.
@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from app.domain.ops import AdamParams
 from app.errors import UserOpError
 from workers.backends.devices import moved
 from workers.backends.training.ranks import Shards, total_norms
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 # Without gradients moments shrink to denormal numbers and stay there, and a CPU's step over them takes 15 times as
 # long. Setting them to 0 takes 0.4 of a step. An update, exp_avg / (sqrt(exp_avg_sq) + eps), is the same as long as eps
 # is far above the square root of the least normal number, 1.1e-19.
@@ -30,13 +30,13 @@ _LEAST_NORMAL = torch.finfo(torch.float32).tiny
 class ShardedAdamW:
     """The state of AdamW; `step_all` takes its steps, each with settings of its own."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], shards: Shards) -> None:
-        """`parameters` have the names of `shards`; those that this rank does not own may be on the meta device."""
-        self._parameters, self.shards = parameters, shards
-        self.mine = {name: parameters[name] for name in shards.mine()}
+    def __init__(self, weights: Mapping[str, Tensor], shards: Shards) -> None:
+        """`weights` have the names of `shards`; those that this rank does not own may be on the meta device."""
+        self.shards = shards
+        self._shapes = {name: torch.empty_like(weight, device="meta") for name, weight in weights.items()}
         self._state = {
-            name: {moment: torch.zeros_like(parameter, requires_grad=False) for moment in _MOMENTS}
-            for name, parameter in self.mine.items()
+            name: {moment: torch.zeros_like(weights[name], requires_grad=False) for moment in MOMENTS}
+            for name in shards.mine()
         }
         self.steps = 0
 
@@ -51,7 +51,7 @@ class ShardedAdamW:
         """
         self.steps += 1
         if self.steps % _CLEARED_EVERY == 0 and params.eps >= _LEAST_EPS:
-            for tensor in (tensor for moment in _MOMENTS for tensor in self.moments(moment) if tensor.is_cpu):
+            for tensor in (tensor for moment in MOMENTS for tensor in self.moments(moment) if tensor.is_cpu):
                 torch.hardshrink(tensor, _LEAST_NORMAL, out=tensor)
 
     def state(self, *, pinned: bool = False) -> dict[str, Tensor]:
@@ -60,13 +60,10 @@ class ShardedAdamW:
         The other ranks get only the step. `pinned`: see `copied` in workers/backends/devices.py.
         """
         found = {"step": torch.tensor(self.steps)}
-        for moment in _MOMENTS:
-            gathered = {
-                name: self._state[name][moment] if name in self.mine else p for name, p in self._parameters.items()
-            }
-            found |= {
-                f"{moment}.{name}": tensor for name, tensor in self.shards.gathered(gathered, pinned=pinned).items()
-            }
+        for moment in MOMENTS:
+            mine = {name: state[moment] for name, state in self._state.items()}
+            gathered = self.shards.gathered({**self._shapes, **mine}, pinned=pinned)
+            found |= {f"{moment}.{name}": tensor for name, tensor in gathered.items()}
         return found
 
     def tensors(self) -> Iterator[Tensor]:
@@ -79,24 +76,31 @@ class ShardedAdamW:
         try:
             self.steps = int(stored["step"])
             for name, state in self._state.items():
-                for moment in _MOMENTS:
+                for moment in MOMENTS:
                     state[moment].copy_(stored[f"{moment}.{name}"].view(state[moment].shape))
         except (KeyError, RuntimeError) as error:
-            raise UserOpError(f"the optimizer state does not belong to this model: {error}") from None
+            raise foreign_state(error) from None
+
+
+def foreign_state(error: Exception) -> UserOpError:
+    """The failure to restore a state, of which a tensor is missing or misshapen."""
+    return UserOpError(f"the optimizer state does not belong to this model: {error}")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step to take. `gradients`, by name, may be scaled in place. `norm`: their L2 norm, if every rank knows it."""
+    """A step to take of `weights`, by name. Their `gradients` may be scaled in place. `norm`: the L2 norm of those, if
+    every rank knows it."""
 
     optimizer: ShardedAdamW
+    weights: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
     params: AdamParams
     norm: Tensor | None = None
 
-    def mine(self) -> list[Tensor]:
-        """Returns the gradients of the parameters that this rank owns."""
-        return [self.gradients[name] for name in self.optimizer.mine]
+    def mine(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Returns those of the weights or gradients that this rank owns."""
+        return [tensors[name] for name in self.optimizer.shards.mine()]
 
 
 def step_all(steps: Sequence[Step]) -> list[float | UserOpError]:
@@ -131,7 +135,7 @@ def _clip(steps: Sequence[tuple[Step, Tensor]]) -> None:
     for step, norm in steps:
         factor = float(step.params.grad_clip_norm / (norm + 1e-6))
         if step.params.grad_clip_norm > 0 and factor < 1:
-            mine = step.mine()
+            mine = step.mine(step.gradients)
             tensors += mine
             factors += [factor] * len(mine)
     if tensors:
@@ -141,19 +145,19 @@ def _clip(steps: Sequence[tuple[Step, Tensor]]) -> None:
 @torch.no_grad()
 def _adamw(steps: Sequence[Step], params: AdamParams) -> None:
     """Calls torch.optim's kernel. Its function around the kernel needs a step number for each parameter, on the device,
-    and walks over all of them three times; of 16 adapters of Qwen3-8B there are 8,096."""
-    parameters: list[Tensor] = [parameter for step in steps for parameter in step.optimizer.mine.values()]
-    if not parameters:
+    and walks over all of them three times."""
+    weights = [weight for step in steps for weight in step.mine(step.weights)]
+    if not weights:
         return
-    numbers = moved(torch.tensor([float(step.optimizer.steps + 1) for step in steps]), parameters[0].device)
-    exp_avgs, exp_avg_sqs = ([tensor for step in steps for tensor in step.optimizer.moments(key)] for key in _MOMENTS)
+    numbers = moved(torch.tensor([float(step.optimizer.steps + 1) for step in steps]), weights[0].device)
+    exp_avgs, exp_avg_sqs = ([tensor for step in steps for tensor in step.optimizer.moments(key)] for key in MOMENTS)
     torch._fused_adamw_(
-        parameters,
-        [gradient for step in steps for gradient in step.mine()],
+        weights,
+        [gradient for step in steps for gradient in step.mine(step.gradients)],
         exp_avgs,
         exp_avg_sqs,
         [],
-        [number for step, number in zip(steps, numbers, strict=True) for _ in step.optimizer.mine],
+        [number for step, number in zip(steps, numbers, strict=True) for _ in step.optimizer.shards.mine()],
         amsgrad=False,
         beta1=params.beta1,
         beta2=params.beta2,

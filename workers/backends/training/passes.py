@@ -23,8 +23,8 @@ from workers.backends.training.batch_ops import Column, Job, MicroBatch, Share, 
 from workers.backends.training.engine import Engine
 from workers.backends.training.lm_head import LmHead, Scored, Segments, chunk_sizes
 from workers.models import lora
+from workers.models.adapter import Adapter
 from workers.models.images import Picture
-from workers.models.lora import Adapter
 from workers.models.routers import NO_ROUTE
 
 # A wider vocabulary has fewer rows in a chunk, so that a chunk's logits do not grow with it: 128 MB in fp32 on a CPU.

@@ -4,14 +4,12 @@ adapter.
 Other models wait in host memory; the move changes no bit.
 
 Every rank holds all of an adapter and of its gradient.
-
-The merged model is W + scaling · B A for every linear the adapter sits on (Hu et al. 2021, LoRA, section 4.1).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,18 +17,18 @@ from typing import Protocol
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from app.domain.ops import AdamParams, LoraSpec
 from app.errors import UserOpError
 from workers.backends.devices import copied
 from workers.backends.training.base import GRADIENTS_FILE, OPTIMIZER_FILE, Create, Writer
 from workers.backends.training.engine import Engine
-from workers.backends.training.optimizer import ShardedAdamW, Step
+from workers.backends.training.optimizer import MOMENTS, ShardedAdamW, Step, foreign_state
 from workers.backends.training.ranks import Shards
-from workers.models import experts, lora, peft_files, quantized
+from workers.models import lora, peft_files
+from workers.models.adapter import Adapter, Layout, pieces
 from workers.models.full_weights import huggingface_writer
-from workers.models.lora import Adapter, LoraPair
 
 _HOST = torch.device("cpu")
 
@@ -54,9 +52,8 @@ class ModelState(Protocol):
         """True if the model has a value head in the place of the base's head."""
         ...
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yields every tensor of the state: weights, optimizer, pending gradient. Their `data` may move while no call
-        runs."""
+    def move(self, device: torch.device) -> None:
+        """Moves the state to `device`. Called while no call runs; tensors keep their identity."""
         ...
 
     def begin(self) -> None:
@@ -192,10 +189,10 @@ class Residency:
             for model_id in list(self._here)[: -max(self._most, len(wanted))]:
                 del self._here[model_id]
                 if model_id in states:
-                    _move(states[model_id], _HOST)
+                    states[model_id].move(_HOST)
                     self._away.add(model_id)
         for model_id in self._away.intersection(wanted):
-            _move(states[model_id], self._device)
+            states[model_id].move(self._device)
             self._away.remove(model_id)
 
     def forget(self, model_id: str) -> None:
@@ -204,17 +201,12 @@ class Residency:
         self._away.discard(model_id)
 
 
-def _move(state: ModelState, device: torch.device) -> None:
-    for tensor in state.tensors():
-        tensor.data = tensor.data.to(device, copy=True)
-
-
 @dataclass(slots=True, eq=False)
 class AdapterState:
-    """A ModelState of one LoRA adapter. A pass leaves its gradient in the parameters' `.grad`.
+    """A ModelState of one LoRA adapter, which is packed. The names of `shards` are those of its pieces.
 
-    `pending`: fp32 sums of the gradients since the last step, by the names of `adapter.tensors`; None for zero.
-    `pending_norm`: its L2 norm, if it is known.
+    `pending`: the sum of the gradients since the last step, laid out as `adapter.flat`; None for zero. `pending_norm`:
+    its L2 norm, if it is known.
     """
 
     engine: Engine
@@ -222,7 +214,7 @@ class AdapterState:
     shards: Shards
     optimizer: ShardedAdamW
     base_path: str
-    pending: dict[str, Tensor] | None = None
+    pending: Tensor | None = None
     pending_norm: Tensor | None = None
 
     @property
@@ -230,9 +222,16 @@ class AdapterState:
         return self.adapter.critic
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from self.adapter.tensors.values()
+        """Yields every tensor of the state: weights, optimizer, pending gradient."""
+        yield self.adapter.whole
         yield from self.optimizer.tensors()
-        yield from self.pending_gradients().values()
+        if self.pending is not None:
+            yield self.pending
+
+    def move(self, device: torch.device) -> None:
+        for tensor in self.tensors():
+            tensor.data = tensor.data.to(device, copy=True)
+        self.adapter.follow()
 
     def begin(self) -> None:
         return
@@ -245,22 +244,17 @@ class AdapterState:
 
         With several ranks, one rank may have had no datum of this adapter.
         """
-        self.shards.ranks.sum_([*self.found_gradients().values()])
+        self.shards.ranks.sum_([self.adapter.gradient()])
 
-    def found_gradients(self) -> dict[str, Tensor]:
-        found = {}
-        for name, parameter in self.adapter.tensors.items():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            found[name] = parameter.grad
-        return found
+    def found_gradients(self) -> Mapping[str, Tensor]:
+        return pieces(self.adapter.gradient())
 
     def keep(self, norm: Tensor) -> None:
-        found = self.found_gradients()
+        found = self.adapter.gradient()
         if self.pending is None:
             self.pending, self.pending_norm = found, norm
         else:
-            torch._foreach_add_([*self.pending.values()], [*found.values()])
+            self.pending.add_(found)
             self.pending_norm = None
 
     def drop_found(self) -> None:
@@ -269,38 +263,50 @@ class AdapterState:
     def drop_pending(self) -> None:
         self.pending = self.pending_norm = None
 
-    def pending_gradients(self) -> dict[str, Tensor]:
-        return self.pending or {}
+    def pending_gradients(self) -> Mapping[str, Tensor]:
+        return {} if self.pending is None else self.adapter.layout.parts(self.pending)
 
     def restore_pending(self, stored: Mapping[str, Tensor]) -> None:
-        self.pending = shaped_as(stored, self.adapter.tensors, self.engine.base.device)
-        self.pending_norm = None
+        shaped = shaped_as(stored, self.adapter.tensors, self.engine.base.device)
+        self.pending, self.pending_norm = self.adapter.layout.joined(shaped), None
+
+    def restore_optimizer(self, stored: Mapping[str, Tensor]) -> None:
+        """Restores the state that `capture` wrote. Raises UserOpError when a tensor is missing or misshapen."""
+        try:
+            found = {"step": stored["step"]}
+            for moment in MOMENTS:
+                flat = self.adapter.layout.joined({name: stored[f"{moment}.{name}"] for name in self.adapter.tensors})
+                found |= {f"{moment}.{name}": piece for name, piece in pieces(flat).items()}
+        except (KeyError, RuntimeError) as error:
+            raise foreign_state(error) from None
+        self.optimizer.restore(found)
 
     def weights(self) -> Mapping[str, Tensor]:
-        return self.adapter.tensors
+        return pieces(self.adapter.whole.detach())
 
     def begin_step(self, params: AdamParams) -> Step:
-        gradients = self.pending or {name: torch.zeros_like(weight) for name, weight in self.weights().items()}
+        gradient = torch.zeros_like(self.adapter.whole.detach()) if self.pending is None else self.pending
         norm, self.pending_norm = self.pending_norm, None  # a step may scale the gradients, and then fail
-        return Step(self.optimizer, gradients, params, norm)
+        return Step(self.optimizer, self.weights(), pieces(gradient), params, norm)
 
     def end_step(self) -> None:
         self.pending = None
-        self.shards.share_(self.adapter.tensors)
+        self.shards.share_(self.weights())
 
     def capture(self, *, optimizer: bool, gradients: bool = False) -> Writer:
         """Copies the adapter and its optimizer's state, to be written as PEFT files and OPTIMIZER_FILE."""
-        adapter = self.adapter.with_values(copied(self.adapter.tensors, pinned=True))
         moments = self.optimizer.state(pinned=True) if optimizer else None
-        pending = copied(self.pending_gradients(), pinned=True) if gradients else {}
+        pending = {"pending": self.pending} if gradients and self.pending is not None else {}
+        flat = copied({**pending, "weights": self.adapter.whole}, pinned=True)
+        adapter, layout = self.adapter.packed(flat["weights"]), self.adapter.layout
 
         def write(folder: Path) -> None:
             try:
                 peft_files.write(adapter, folder, self.base_path, self.engine.base.model)
                 if moments is not None:
-                    save_file(moments, folder / OPTIMIZER_FILE)
-                if pending:
-                    save_file(pending, folder / GRADIENTS_FILE)
+                    save_file(_named(moments, self.shards.owners, layout), folder / OPTIMIZER_FILE)
+                if "pending" in flat:
+                    save_file(layout.parts(flat["pending"]), folder / GRADIENTS_FILE)
             except SafetensorError as error:
                 # The only failure left is the disk: it is full, or the file is too large for it.
                 raise OSError(f"{folder.name} was not written: {error}") from error
@@ -310,7 +316,7 @@ class AdapterState:
     def export(self) -> Writer:
         if self.critic:
             raise UserOpError("a critic's value head is not part of a Hugging Face causal model; export its adapter")
-        base, full_weights = self.engine.base, merged(self.engine, self.adapter)
+        base, full_weights = self.engine.base, self.engine.merged(self.adapter)
         if self.engine.ranks.rank != 0:
             return write_nothing
         return huggingface_writer(base.model, full_weights, base.dtype, base.tokenizer)
@@ -350,7 +356,7 @@ class AdapterModels:
         lora.check_fits(adapter, self.engine.base.model)
         state = self._state_of(adapter)
         if optimizer:
-            state.optimizer.restore(read_optimizer(folder))
+            state.restore_optimizer(read_optimizer(folder))
         return state
 
     def _state_of(self, adapter: Adapter) -> AdapterState:
@@ -361,39 +367,20 @@ class AdapterModels:
             )
         device = self.engine.base.device
         adapter = adapter.to(device)
-        sizes = {name: p.numel() for name, p in adapter.tensors.items()}
+        weights = pieces(adapter.whole.detach())
+        sizes = {name: piece.numel() for name, piece in weights.items()}
         shards = Shards.of(sizes, self.engine.ranks, device, split=self.engine.shards_optimizer)
-        return AdapterState(self.engine, adapter, shards, ShardedAdamW(adapter.tensors, shards), self.base_path)
+        return AdapterState(self.engine, adapter, shards, ShardedAdamW(weights, shards), self.base_path)
+
+
+def _named(stored: Mapping[str, Tensor], names: Iterable[str], layout: Layout) -> dict[str, Tensor]:
+    """The optimizer's state by the names of the adapter's tensors. `names`: those of the pieces."""
+    found = {"step": stored["step"]}
+    for moment in MOMENTS:
+        flat = torch.cat([stored[f"{moment}.{name}"].flatten() for name in names])
+        found |= {f"{moment}.{name}": part for name, part in layout.parts(flat).items()}
+    return found
 
 
 def _groups(spec: LoraSpec) -> str:
     return f"train_attn={spec.train_attn}, train_mlp={spec.train_mlp}, train_unembed={spec.train_unembed}"
-
-
-@torch.no_grad()
-def merged(engine: Engine, adapter: Adapter) -> dict[str, Tensor]:
-    """Returns every parameter by its name in an unwrapped model, on the CPU of rank 0; nothing elsewhere. A collective.
-
-    Computed in fp32 and rounded once, to the base's dtype. A tied head has an entry only when the adapter sits on it.
-    """
-    model = engine.base.model
-    found: dict[str, Tensor] = {}
-    for wrapped, weight in quantized.weights(model):
-        name = lora.unwrapped_name(model, wrapped)
-        pair = adapter.pairs.get(experts.pair_path(name))
-        if pair is None and name in model.all_tied_weights_keys:
-            continue
-        parameter = quantized.plain(weight)
-        with engine.gathered(parameter):
-            parameter = engine.whole(name, parameter)
-            if engine.ranks.rank == 0:
-                full_weights = parameter if pair is None else _added(model, name, parameter, pair, adapter.scaling)
-                found[name] = full_weights.detach().to("cpu")  # no copy on a CPU: the base is frozen
-    return found
-
-
-def _added(model: nn.Module, name: str, weight: Tensor, pair: LoraPair, scaling: float) -> Tensor:
-    if weight.ndim == 3:
-        module = model.get_submodule(name.rpartition(".")[0])
-        return experts.merged(module, weight.float(), pair.a, pair.b, scaling).to(weight.dtype)
-    return torch.addmm(weight.float(), pair.b, pair.a, alpha=scaling).to(weight.dtype)

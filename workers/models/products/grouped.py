@@ -27,9 +27,14 @@ MOST_GROUPS = 1023
 """The most groups of one product: torch's kernels refuse more."""
 
 
+def is_aligned(size: int) -> bool:
+    """True if grouped products take rows of this size. An adapter of such a rank needs no padding."""
+    return size % _ALIGNMENT == 0
+
+
 def suits(x: Tensor, out: Tensor, segments: int) -> bool:
     """True if torch has kernels for the grouped products between x [T, in] and out [T, out] of so many segments."""
-    aligned = x.shape[1] % _ALIGNMENT == out.shape[1] % _ALIGNMENT == 0
+    aligned = is_aligned(x.shape[1]) and is_aligned(out.shape[1])
     return aligned and segments <= MOST_GROUPS and has_kernels(x.device, x.dtype)
 
 
@@ -47,7 +52,8 @@ class Stack:
     """The pairs of linears that read the same input, in the base's dtype: `a` [segments, linears · rank, in], times the
     segments' scalings, and `b`, of each linear [segments, out, rank].
 
-    The rank is the greatest, rounded up; zeros stand for what a segment lacks.
+    All stacks of a pass are parts of one tensor, which has a row for each segment. The rank is the greatest, rounded
+    up; zeros stand for what a segment lacks.
     """
 
     linears: Mapping[str, Pairs]
@@ -69,131 +75,142 @@ class Stack:
         linears = {path: pairs[chosen] for path, pairs in self.linears.items()}
         return Stack(linears, self.a[chosen], [one[chosen] for one in self.b])
 
-    def pairs(self, a: Tensor, b: Sequence[Tensor]) -> Iterator[tuple[int, Pair, Pair]]:
-        """Yields each pair with its segment, and its parts of tensors shaped as `self.a` and `self.b`."""
-        widest = self.rank
-        for pairs, *both in zip(self.linears.values(), torch.split(a, widest, 1), b, strict=True):
-            for segment, (pair, of_a, of_b) in enumerate(zip(pairs, *both, strict=True)):
-                if pair is not None:
-                    rank = pair[0].shape[0]
-                    yield segment, pair, (of_a, of_b) if rank == widest else (of_a[:rank], of_b[:, :rank])
+    def lying_in(self, rows: Tensor) -> Stack:
+        """Returns the stack that lies in `rows` as this one lies in the rows of its pass."""
+        return Stack(self.linears, _lying(self.a, rows), [_lying(one, rows) for one in self.b])
+
+    def pairs(self, segment: int) -> Iterator[tuple[Pair, Pair]]:
+        """Yields each pair of a segment with its parts of `a` and `b`."""
+        for pairs, a, b in zip(self.linears.values(), torch.split(self.a[segment], self.rank), self.b, strict=True):
+            if (pair := pairs[segment]) is not None:
+                rank = pair[0].shape[0]
+                yield pair, (a[:rank], b[segment, :, :rank])
+
+
+def _lying(view: Tensor, rows: Tensor) -> Tensor:
+    return rows.as_strided(view.size(), view.stride(), view.storage_offset())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """The adapter of a segment: its scaling, and its tensor that begins as a row of the stacks, if it has one."""
+
+    scaling: float
+    flat: nn.Parameter | None
 
 
 class Gradients:
     """The gradients of a pass's stacks, for one backward pass. At its end they reach the adapters' `.grad`.
 
-    So those of all linears reach an adapter in one walk. As results of the autograd functions each would be a node of
+    So those of all linears reach an adapter at once. As results of the autograd functions each would be a node of
     autograd: 16 adapters of Qwen3-0.6B have 6,272.
     """
 
-    def __init__(self, scalings: Sequence[float], *, at_once: bool = False) -> None:
-        """`scalings`: one for each segment. `at_once`: do not wait for the end, where that would keep too many."""
-        self._scalings, self._at_once = scalings, at_once
-        self._found: list[tuple[Stack, Tensor, Sequence[Tensor]]] = []
+    def __init__(self, stacks: Sequence[Stack], segments: Sequence[Segment], width: int, of_a: int) -> None:
+        """`width`: that of a row of the stacks, which begins with `of_a` elements of the A's."""
+        self._stacks, self._segments, self._width, self._of_a = stacks, segments, width, of_a
+        self._rows: Tensor | None = None
         self.anchor = torch.empty(0, requires_grad=True)
         """An input of the autograd functions, so that autograd records them."""
 
     def add(self, stack: Stack, of_a: Tensor, of_b: Sequence[Tensor]) -> None:
         """Adds the gradients in a stack's `a`, without the scalings, and `b`. Called in a backward pass."""
-        if not self._found and not self._at_once:
+        if self._rows is None:
+            self._rows = of_a.new_zeros(len(self._segments), self._width, dtype=torch.float32)
             torch.autograd.Variable._execution_engine.queue_callback(self._give)
-        self._found.append((stack, of_a, of_b))
-        if self._at_once:
-            self._give()
+        found = stack.lying_in(self._rows)
+        for total, part in zip([found.a, *found.b], [of_a, *of_b], strict=True):
+            total.add_(part)
 
     @torch.no_grad()
     def _give(self) -> None:
-        found, self._found = self._found, []
-        parameters: list[list[Tensor]] = [[] for _ in self._scalings]
-        parts: list[list[Tensor]] = [[] for _ in self._scalings]
-        for stack, of_a, of_b in found:
-            for segment, pair, of_pair in stack.pairs(of_a, of_b):
-                parameters[segment] += pair
-                parts[segment] += of_pair
-        for scaling, own, of_own in zip(self._scalings, parameters, parts, strict=True):
-            if own:
-                _accumulate(own, _exact(of_own, own, scaling))
+        """An adapter's gradients get memory of their own, so one that waits for its step does not keep the others'."""
+        rows, self._rows = self._rows, None
+        assert rows is not None
+        whole = all(segment.flat is not None for segment in self._segments)
+        stacks = [] if whole else [stack.lying_in(rows) for stack in self._stacks]
+        for number, (segment, row) in enumerate(zip(self._segments, rows, strict=True)):
+            row[: self._of_a].mul_(segment.scaling)
+            if segment.flat is None:
+                found = [both for stack in stacks for both in stack.pairs(number)]
+                _accumulate([one for pair, _ in found for one in pair], [one for _, parts in found for one in parts])
+            else:
+                if segment.flat.grad is None:
+                    segment.flat.grad = torch.zeros_like(segment.flat)
+                segment.flat.grad[: self._width].add_(row)
 
 
-def _exact(parts: list[Tensor], parameters: Sequence[Tensor], scaling: float) -> list[Tensor]:
-    """Copies the gradients of an adapter's A, B, A, B, ... to contiguous fp32, and scales A's.
+def _accumulate(parameters: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Adds copies of the parts to the parameters' `.grad`. A parameter may be a part of another one."""
+    if not parameters:
+        return
+    own = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in parts]
+    _copy_(own, parts)
+    held: list[tuple[Tensor, Tensor]] = []
+    computed: list[tuple[Tensor, Tensor]] = []
+    for parameter, part in zip(parameters, own, strict=True):
+        if not parameter.is_leaf:
+            computed.append((parameter, part))
+        elif parameter.grad is None:
+            parameter.grad = part
+        else:
+            held.append((parameter.grad, part))
+    if held:
+        torch._foreach_add_([grad for grad, _ in held], [part for _, part in held])
+    if computed:
+        torch.autograd.backward([parameter for parameter, _ in computed], [part for _, part in computed])
 
-    AdamW's kernel refuses gradients that lie otherwise than their parameters. An adapter's gradients have memory of
-    their own, so one that waits for its step does not keep the others'.
+
+@torch.no_grad()
+def stacked(
+    groups: Sequence[Mapping[str, Pairs]], segments: Sequence[Segment], like: Tensor
+) -> tuple[dict[str, Stack], Gradients]:
+    """Copies the pairs of every linear into stacks of the dtype and on the device of `like`; returns them by linear.
+
+    `groups`: the linears that read the same input. A row has the A's of all groups, and then the B's. So an adapter
+    whose tensors lie in the same way is one copy.
     """
-    shapes = [parameter.shape for parameter in parameters]
-    exact = _cut(parts[0].new_empty(sum(map(prod, shapes)), dtype=torch.float32), shapes)
-    _copy_(exact, parts)
-    torch._foreach_mul_(exact[::2], scaling)
-    return exact
+    if not groups:
+        return {}, Gradients([], segments, 0, 0)
+    shapes = [_shapes(group) for group in groups]
+    of_a, of_b = [a for a, _ in shapes], [b for _, bs in shapes for b in bs]
+    sizes = [prod(shape) for shape in (*of_a, *of_b)]
+    rows = like.new_zeros(len(segments), sum(sizes))
+    parts = zip(torch.split(rows, sizes, 1), (*of_a, *of_b), strict=True)
+    views = iter([part.view(len(segments), *shape) for part, shape in parts])
+    every_a = [*islice(views, len(groups))]
+    stacks = [Stack(group, a, [*islice(views, len(group))]) for group, a in zip(groups, every_a, strict=True)]
+    width_of_a = sum(map(prod, of_a))
+    whole = [(row, one.flat[: len(row)]) for row, one in zip(rows, segments, strict=True) if one.flat is not None]
+    _copy_([row for row, _ in whole], [flat for _, flat in whole])
+    for number, one in enumerate(segments):
+        if one.flat is None:
+            found = [both for stack in stacks for both in stack.pairs(number)]
+            _copy_([part for _, parts in found for part in parts], [tensor for pair, _ in found for tensor in pair])
+    torch._foreach_mul_([row[:width_of_a] for row in rows], [one.scaling for one in segments])
+    by_path = {path: stack for stack in stacks for path in stack.linears}
+    return by_path, Gradients(stacks, segments, rows.shape[1], width_of_a)
 
 
-def _copy_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies A, B, A, B, ...: in a few kernels, and one for each B of lesser rank.
+def _copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies in a few kernels, and one for each target that lies otherwise than its source.
 
-    A call copies one by one if one of its tensors lies otherwise than its source.
+    A call copies one by one if one of its tensors does.
     """
-    torch._foreach_copy_(targets[::2], sources[::2])
-    pairs = [*zip(targets[1::2], sources[1::2], strict=True)]
+    pairs = [*zip(targets, sources, strict=True)]
     for dense in (True, False):
         chosen = [pair for pair in pairs if all(one.is_contiguous() for one in pair) == dense]
         if chosen:
             torch._foreach_copy_([target for target, _ in chosen], [source for _, source in chosen])
 
 
-def _accumulate(parameters: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Adds the parts to the parameters' `.grad`, or gives them to those that have none. A parameter may come twice, and
-    may be a part of another one."""
-    held: dict[Tensor, Tensor] = {}
-    computed: dict[Tensor, Tensor] = {}
-    for parameter, part in zip(parameters, parts, strict=True):
-        if not parameter.is_leaf:
-            computed[parameter] = computed[parameter] + part if parameter in computed else part
-        elif parameter.grad is None:
-            parameter.grad = part
-        elif parameter in held:
-            parameter.grad.add_(part)
-        else:
-            held[parameter] = part
-    if held:
-        torch._foreach_add_([one.grad for one in held if one.grad is not None], [*held.values()])
-    if computed:
-        torch.autograd.backward([*computed], [*computed.values()])
-
-
-@torch.no_grad()
-def stacked(groups: Sequence[Mapping[str, Pairs]], scalings: Sequence[float], like: Tensor) -> dict[str, Stack]:
-    """Copies the pairs of every linear into stacks of the dtype and on the device of `like`; returns them by linear.
-
-    `groups`: the linears that read the same input.
-    """
-    if not groups:
-        return {}
-    shapes = [_shapes(group) for group in groups]
-    every = [shape for of_group in shapes for shape in of_group]
-    views = iter(_cut(like.new_zeros(sum(map(prod, every))), every))
-    stacks = [Stack(group, next(views), [*islice(views, len(group))]) for group in groups]
-    found = [each for stack in stacks for each in stack.pairs(stack.a, stack.b)]
-    copies = [part for *_, parts in found for part in parts]
-    _copy_(copies, [tensor for _, pair, _ in found for tensor in pair])
-    torch._foreach_mul_(copies[::2], [scalings[segment] for segment, *_ in found])
-    return {path: stack for stack in stacks for path in stack.linears}
-
-
-def _cut(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Returns consecutive parts of `flat` in these shapes."""
-    parts = torch.split(flat, [prod(shape) for shape in shapes])
-    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _shapes(group: Mapping[str, Pairs]) -> list[tuple[int, int, int]]:
-    """The shape of a Stack's a, and those of its b."""
+def _shapes(group: Mapping[str, Pairs]) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+    """The shape of a segment's part of a Stack's a, and those of its b."""
     real = {path: [pair for pair in pairs if pair is not None] for path, pairs in group.items()}
     rank = max(len(a) for pairs in real.values() for a, _ in pairs)
     rank += -rank % _ALIGNMENT
     firsts = [pairs[0] for pairs in real.values()]
-    segments = len(next(iter(group.values())))
-    return [(segments, len(group) * rank, firsts[0][0].shape[1]), *((segments, len(b), rank) for _, b in firsts)]
+    return (len(group) * rank, firsts[0][0].shape[1]), [(len(b), rank) for _, b in firsts]
 
 
 def added(x: Tensor, out: Tensor, stack: Stack, ends: Tensor | None, gradients: Gradients) -> Tensor:

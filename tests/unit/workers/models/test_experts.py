@@ -16,7 +16,7 @@ from app.domain.ops import LoraSpec
 from app.settings import BaseModelSettings
 from tests.parity import architectures
 from workers.models import base_model, experts, lora, peft_files
-from workers.models.lora import Adapter
+from workers.models.adapter import Adapter
 from workers.models.products import grouped
 
 _SHAPE: dict[str, Any] = {

@@ -14,7 +14,7 @@ from app.domain.ops import LoraSpec
 from app.errors import UserOpError
 from workers.backends.training.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from workers.models import lora, peft_files
-from workers.models.lora import Adapter
+from workers.models.adapter import Adapter
 
 
 class Tiny(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from app.domain.ops import LoraSpec
 from tests.parity import architectures
 from workers.models import experts, lora
-from workers.models.lora import Adapter
+from workers.models.adapter import Adapter
 from workers.models.tensor_parallel import SplitLayers
 
 RANKS = 2

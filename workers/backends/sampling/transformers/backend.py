@@ -30,6 +30,7 @@ from workers.backends.sampling.transformers import kv_cache
 from workers.backends.sampling.transformers.batch import RunningBatch, fits, prefill
 from workers.backends.sampling.transformers.jobs import Job
 from workers.models import base_model, full_weights, lora, peft_files, routers
+from workers.models.adapter import Adapter
 from workers.models.base_model import LoadedBase
 
 
@@ -106,7 +107,7 @@ class Weights(Protocol):
 
     def evict(self, weights_id: str) -> None: ...
 
-    def find(self, weights_id: str | None) -> lora.Adapter | None:
+    def find(self, weights_id: str | None) -> Adapter | None:
         """Returns the adapter to apply, if any. Raises ServerOpError for an id that is not loaded."""
         ...
 
@@ -118,7 +119,7 @@ class Adapters:
 
     def __init__(self, base: LoadedBase) -> None:
         self._base = base
-        self._adapters: dict[str, lora.Adapter] = {}
+        self._adapters: dict[str, Adapter] = {}
 
     def load(self, weights_id: str, folder: Path) -> None:
         if weights_id in self._adapters:
@@ -130,7 +131,7 @@ class Adapters:
     def evict(self, weights_id: str) -> None:
         self._adapters.pop(weights_id, None)
 
-    def find(self, weights_id: str | None) -> lora.Adapter | None:
+    def find(self, weights_id: str | None) -> Adapter | None:
         adapter = self._adapters.get(weights_id) if weights_id is not None else None
         if weights_id is not None and adapter is None:
             raise ServerOpError(f"adapter {weights_id!r} is not loaded in this sampler")
@@ -167,7 +168,7 @@ class FullFinetuneModel:
             if weights_id == self._present:
                 self._present = None
 
-    def find(self, weights_id: str | None) -> lora.Adapter | None:
+    def find(self, weights_id: str | None) -> Adapter | None:
         if weights_id not in (None, self._present):
             raise ServerOpError(f"model {weights_id!r} is not loaded in this sampler")
         return None
@@ -176,18 +177,13 @@ class FullFinetuneModel:
         return [] if self._present is None else [self._present]
 
 
-def _cast(adapter: lora.Adapter, device: torch.device, dtype: torch.dtype) -> lora.Adapter:
+def _cast(adapter: Adapter, device: torch.device, dtype: torch.dtype) -> Adapter:
     """Casts the adapter to the base's dtype: once here instead of in every step.
 
     On the device, because on a CPU each tensor waits for all of torch's threads: the 394 of a rank-32 adapter of
     Qwen3-0.6B took 2 s on two cores that had other work.
     """
-
-    def cast(parameter: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(parameter.detach().to(device).to(dtype), requires_grad=False)
-
-    pairs = {path: lora.LoraPair(cast(pair.a), cast(pair.b)) for path, pair in adapter.pairs.items()}
-    return lora.Adapter(adapter.spec, pairs)
+    return adapter.packed(adapter.to(device).whole.detach().to(dtype))
 
 
 def _write(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:

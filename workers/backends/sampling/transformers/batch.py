@@ -17,7 +17,7 @@ from workers.backends.sampling.token_sampler import PromptScorer, TokenSampler, 
 from workers.backends.sampling.transformers import kv_cache
 from workers.backends.sampling.transformers.jobs import Job, Row, Top
 from workers.models import images, lora, routers
-from workers.models.lora import Adapter
+from workers.models.adapter import Adapter
 
 # Padded tokens in one pass. Scoring needs the logits of its tokens: 256 of a 150k vocabulary are 150 MB of float32.
 PASS_TOKENS = 2048

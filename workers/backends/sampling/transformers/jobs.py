@@ -15,8 +15,8 @@ from workers.backends.sampling import token_sampler
 from workers.backends.sampling.base import Aborted, RequestHandle, check_finite, sample_seed, token_limit
 from workers.backends.sampling.vocabulary import StopText, Vocabulary
 from workers.models import routers
+from workers.models.adapter import Adapter
 from workers.models.images import ImageReader, Picture
-from workers.models.lora import Adapter
 
 Top = tuple[np.ndarray, np.ndarray]
 """The most likely tokens int32 [k] at a position, and their logprobs float32 [k]."""

@@ -27,7 +27,8 @@ def test_a_gradient_without_a_norm_is_refused_and_nothing_moves() -> None:
     own = parameters()
     optimizer = optimizer_of(own)
     before = [p.detach().clone() for p in own.values()]
-    (error,) = step_all([Step(optimizer, {name: torch.full_like(p, 1e30) for name, p in own.items()}, AdamParams())])
+    gradients = {name: torch.full_like(p, 1e30) for name, p in own.items()}
+    (error,) = step_all([Step(optimizer, own, gradients, AdamParams())])
     assert isinstance(error, UserOpError) and "inf" in str(error)
     assert all(torch.equal(p, then) for p, then in zip(own.values(), before, strict=True))
     assert optimizer.steps == 0
@@ -36,7 +37,8 @@ def test_a_gradient_without_a_norm_is_refused_and_nothing_moves() -> None:
 def run(own: dict[str, nn.Parameter], optimizer: ShardedAdamW, first: int, last: int, params: AdamParams) -> None:
     """Steps `first` to `last`; only the first of all has gradients."""
     for step in range(first, last + 1):
-        step_all([Step(optimizer, {name: torch.full_like(p, float(step == 1)) for name, p in own.items()}, params)])
+        gradients = {name: torch.full_like(p, float(step == 1)) for name, p in own.items()}
+        step_all([Step(optimizer, own, gradients, params)])
 
 
 def denormal(optimizer: ShardedAdamW) -> int:

@@ -12,7 +12,8 @@ from app.domain.ops import LoraSpec
 from workers.backends.training import packing
 from workers.backends.training.packing import runs_of
 from workers.models import lora
-from workers.models.lora import Adapter, LoraLinear, LoraPair
+from workers.models.adapter import Adapter, LoraPair
+from workers.models.lora import LoraLinear
 
 LENGTHS = (5, 3, 3, 1, 9)
 WIDTH = 4

@@ -19,7 +19,7 @@ from workers.backends.training.batch_ops import Job
 from workers.backends.training.lm_head import ChunkSizes, LmHead, LogitRule, Scored
 from workers.backends.training.passes import Pass, PolicyOutputs
 from workers.backends.training.sequence_parallel import ALONE
-from workers.models.lora import Adapter, LoraPair
+from workers.models.adapter import Adapter, LoraPair
 
 ROWS, WIDTH, VOCAB = 23, 8, 50
 RULES = {"plain": LogitRule(), "scaled": LogitRule(scale=0.25), "capped": LogitRule(scale=2.0, cap=3.0)}

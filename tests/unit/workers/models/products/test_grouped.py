@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from app.domain.ops import LoraSpec
 from workers.backends.training.memory import _recomputed
 from workers.models import lora
-from workers.models.lora import Adapter, LoraPair
+from workers.models.adapter import Adapter, LoraPair
 from workers.models.products import grouped
 
 Segments = Sequence[tuple[Adapter | None, int]]
@@ -62,10 +62,17 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def adapter(model: nn.Module, rank: int, alpha: float = 32.0, *, train_mlp: bool = True) -> Adapter:
+    """A packed adapter."""
     made = lora.new_adapter(model, LoraSpec(rank=rank, seed=rank, alpha=alpha, train_mlp=train_mlp))
     for pair in made.pairs.values():
         nn.init.normal_(pair.b, std=0.1)
-    return made
+    return made.to(torch.device("cpu"))
+
+
+def unpacked(segments: Segments) -> Segments:
+    """The same shares of adapters whose tensors are parts of no other."""
+    others = {one: Adapter(one.spec, one.pairs, one.value_head) for one, _ in segments if one is not None}
+    return [(one and others[one], count) for one, count in segments]
 
 
 CASES: dict[str, Callable[[nn.Module], Segments]] = {
@@ -89,12 +96,21 @@ def learnt(
     with lora.use(segments):
         out = (layer or model)(x)
     out.square().sum().backward()
-    parameters = [p for one in dict.fromkeys(one for one, _ in segments) if one for p in one.tensors.values()]
-    found = [out.detach(), *(tensor.grad for tensor in [x, *parameters] if tensor.grad is not None)]
-    assert len(found) == 2 + len(parameters)
-    for parameter in parameters:
-        assert parameter.grad is not None and parameter.grad.stride() == parameter.stride(), "AdamW's kernel refuses it"
-        parameter.grad = None
+    assert x.grad is not None
+    adapters = dict.fromkeys(one for one, _ in segments if one is not None)
+    return [out.detach(), x.grad, *(gradient for one in adapters for gradient in taken(one))]
+
+
+def taken(one: Adapter) -> list[Tensor]:
+    """Takes the gradient of every parameter of an adapter, packed or not."""
+    if one.flat is None:
+        found = [p.grad for p in one.tensors.values() if p.grad is not None]
+    else:
+        parts = one.layout.parts(one.gradient())
+        found = [parts[name] for name in one.tensors]
+    for gradient, parameter in zip(found, one.tensors.values(), strict=True):
+        assert gradient.stride() == parameter.stride()
+    one.drop_gradients()
     return found
 
 
@@ -113,6 +129,32 @@ def test_grouped_products_learn_the_same_as_runs(
     wanted = learnt(model, segments, rows=rows)
     group()
     assert_same(learnt(model, segments, rows=rows), wanted)
+    assert_same(learnt(model, unpacked(segments), rows=rows), wanted)
+
+
+@pytest.mark.parametrize("second", ["uneven", "ranks and scalings"])
+def test_a_pass_of_two_micro_batches_adds_up_however_each_stacks_its_adapters(
+    second: str, model: nn.Module, group: Callable[[], None]
+) -> None:
+    """The adapter is a row of the first stacks, and of rank 8 beside one of rank 9 no row of the second ones."""
+    group()
+    one = adapter(model, 8)
+    others = [segment for segment in CASES[second](model) if segment[0] is not None and segment[0].spec.rank != 5]
+    segments: list[Segments] = [[(one, 4)], [(one, 2), *others]]
+
+    found = []
+    for chosen in (segments[:1], segments[1:], segments):
+        for each in chosen:
+            with lora.use(each):
+                model(torch.ones(sum(count for _, count in each), 16)).square().sum().backward()
+        found.append(taken(one))
+    assert_same(found[2], [first + later for first, later in zip(*found[:2], strict=True)])
+
+
+def test_a_base_that_is_called_without_adapters_has_its_own_output(model: nn.Module, group: Callable[[], None]) -> None:
+    wanted = model(torch.ones(9, 16))
+    group()
+    assert_same([model(torch.ones(9, 16))], [wanted])
 
 
 def test_gradients_reach_parameters_of_which_a_pass_has_a_part(model: nn.Module, group: Callable[[], None]) -> None:
@@ -130,11 +172,7 @@ def test_gradients_reach_parameters_of_which_a_pass_has_a_part(model: nn.Module,
             with lora.use([(other, 4), (made(), 5)]):
                 out = model(torch.ones(9, 16))
             out.square().sum().backward()
-        parameters = [*whole.tensors.values(), *other.tensors.values()]
-        found.append([one.grad for one in parameters if one.grad is not None])
-        assert len(found[-1]) == len(parameters)
-        whole.drop_gradients()
-        other.drop_gradients()
+        found.append([*taken(whole), *taken(other)])
     assert_same(found[1], found[0])
 
 
@@ -154,10 +192,10 @@ def stacked(monkeypatch: pytest.MonkeyPatch, group: Callable[[], None]) -> list[
     real = grouped.stacked
 
     def noted(
-        groups: Sequence[Mapping[str, grouped.Pairs]], scalings: Sequence[float], like: Tensor
-    ) -> dict[str, grouped.Stack]:
+        groups: Sequence[Mapping[str, grouped.Pairs]], segments: Sequence[grouped.Segment], like: Tensor
+    ) -> tuple[dict[str, grouped.Stack], grouped.Gradients]:
         made.append(sum(map(len, groups)))
-        return real(groups, scalings, like)
+        return real(groups, segments, like)
 
     monkeypatch.setattr(grouped, "stacked", noted)
     group()
@@ -192,31 +230,25 @@ def test_a_layer_that_runs_datum_by_datum_stacks_nothing(model: nn.Module, stack
 def test_a_linear_that_a_pass_uses_twice_learns_from_both_uses(model: nn.Module, group: Callable[[], None]) -> None:
     """As layers that a model shares do. A second pass adds to the first."""
     one, x, found = adapter(model, 8), torch.randn(9, 16), []
-    linear, pair = model.get_submodule("q_proj"), one.pairs["q_proj"]
+    linear = model.get_submodule("q_proj")
     for _ in range(2):
         for _ in range(2):
             with lora.use([(one, 9)]):
                 out = linear(x) * linear(2 * x)
             out.sum().backward()
-        found.append([gradient for gradient in (pair.a.grad, pair.b.grad) if gradient is not None])
-        assert len(found[-1]) == 2
-        one.drop_gradients()
+        found.append(taken(one))
         group()
     assert_same(found[1], found[0])
 
 
-def test_a_part_gives_its_gradients_before_the_pass_ends(model: nn.Module, group: Callable[[], None]) -> None:
-    """A pass may have many parts, and each has gradients of a whole adapter."""
+def test_parts_add_their_gradients_to_those_of_the_pass(model: nn.Module, group: Callable[[], None]) -> None:
+    """A pass may have many parts, and gradients of whole adapters for each would not fit into memory."""
     group()
-    adapters, given = [adapter(model, 8), adapter(model, 8)], []
-    with lora.use([(one, 4) for one in adapters]):
-        outs = []
-        for rows in (slice(0, 4), slice(4, 8)):
-            with lora.use(lora.in_use().part(rows)):
-                outs.append(model(torch.ones(4, 16)))
-        outs[0].register_hook(lambda _: given.append([one.grad for one in adapters[1].tensors.values()]))
-    torch.cat(outs).sum().backward()
-    assert all(gradient is not None for gradient in given[0])
+    with lora.use([(adapter(model, 8), 4), (adapter(model, 8), 4)]):
+        whole = lora.in_use()
+        with lora.use(whole.part(slice(4, 8))):
+            model(torch.ones(4, 16))
+            assert lora.in_use().gradients(torch.float32) is whole.gradients(torch.float32)
 
 
 def test_an_output_that_nothing_took_is_dropped(model: nn.Module, group: Callable[[], None]) -> None:
@@ -235,10 +267,10 @@ def test_the_gradient_of_an_adapter_keeps_no_other_in_memory(model: nn.Module, g
     with lora.use([(one, 3) for one in adapters]):
         out = model(torch.ones(6, 16))
     out.sum().backward()
-    places = [
-        {p.grad.untyped_storage().data_ptr() for p in one.tensors.values() if p.grad is not None} for one in adapters
-    ]
-    assert all(places) and not places[0] & places[1]
+    places = {
+        one.gradient().untyped_storage().data_ptr(): one.gradient().untyped_storage().nbytes() for one in adapters
+    }
+    assert [*places.values()] == [one.whole.untyped_storage().nbytes() for one in adapters]
 
 
 def test_a_backward_pass_that_fails_leaves_nothing_in_memory(model: nn.Module, group: Callable[[], None]) -> None:
@@ -255,7 +287,7 @@ def test_a_backward_pass_that_fails_leaves_nothing_in_memory(model: nn.Module, g
             heads = model.get_submodule("q_proj")(torch.ones(9, 16))
             heads.register_hook(fail)
             out = model.get_submodule("down_proj")(model.get_submodule("up_proj")(heads))
-            kept = weakref.ref(lora.in_use().gradients)
+            kept = weakref.ref(lora.in_use().gradients(torch.float32))
         with pytest.raises(MemoryError):
             out.sum().backward()
         assert kept() is not None

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 from app.domain.ops import LoraSpec
 from workers.models import experts, lora, peft_files
-from workers.models.lora import Adapter
+from workers.models.adapter import Adapter
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 40,
