@@ -371,7 +371,7 @@ MUTANTS = (
     Mutant(
         "grouped products: a gradient reaches the whole of a parameter that a rank has a part of",
         "workers/models/products/grouped.py",
-        "        torch.autograd.backward([*computed], [*computed.values()])\n",
+        "        torch.autograd.backward([parameter for parameter, _ in computed], [part for _, part in computed])\n",
         "        pass\n",
         f"{_GROUPED}::test_gradients_reach_parameters_of_which_a_pass_has_a_part",
     ),
@@ -387,7 +387,7 @@ MUTANTS = (
         "workers/models/lora.py",
         "adapter.spec.rank != rank",
         "False",
-        f"'{_GROUPED}::test_grouped_products_learn_the_same_as_runs[joined-rows without an adapter-1]'",
+        f"{_GROUPED}::test_a_pass_of_two_micro_batches_adds_up_however_each_stacks_its_adapters[joined-no_row]",
     ),
     Mutant(
         "grouped products: a part begins with the segment of its first row",
