@@ -1,6 +1,7 @@
 """A LoRA adapter: its parameters, and where they lie in one flat tensor.
 
-The flat tensor lets a kernel, or a call from the host, take all parameters: 16 adapters of Qwen3-0.6B have 6,272.
+The flat tensor lets a kernel, or a call from the host, take all parameters: 16 adapters of Qwen3-0.6B have 6,272
+tensors.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ the same name."""
 SCORE_KEY = f"{KEY_PREFIX}{SCORE}.weight"
 # Linears of one module that read the same input.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-# Tensors begin at multiples of 256 bytes in the flat one. torch aligns its own to at least 64, and the results of some
-# kernels depend on the alignment.
+# In the flat tensor each matrix begins at a multiple of 64 elements. torch aligns its own tensors too, and the results
+# of some kernels depend on it.
 _ROW = 64
-# Each rank of a trainer owns some of the pieces. Their number is always the same, and so are the bits of a norm.
+# Each rank of a trainer owns some of the pieces. The pieces do not depend on the ranks, so a norm has the same bits.
 _PIECES = 16
 
 
@@ -48,18 +49,19 @@ class Layout:
         return found
 
     @torch.no_grad()
-    def joined(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Copies matrices into a flat one. Raises KeyError when one is missing, RuntimeError when one is misshapen."""
-        given = [tensors[name].view(shape) for name, shape in self._shapes.items()]
-        if not given:
-            return torch.zeros(0)
-        flat = given[0].new_zeros(self.length)
-        torch._foreach_copy_([*self.parts(flat).values()], given)
+    def joined(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Copies matrices into a flat one, cast on `device`, where each is in memory twice only while it is copied.
+
+        Raises KeyError when one is missing, RuntimeError when one has another number of elements.
+        """
+        flat = torch.zeros(self.length, device=device, dtype=dtype)
+        for name, part in self.parts(flat).items():
+            part.copy_(tensors[name].view(part.shape).to(device))
         return flat
 
 
 def pieces(flat: Tensor) -> dict[str, Tensor]:
-    """Returns consecutive pieces of a flat tensor, of almost equal size, by their numbers; they are views."""
+    """Returns up to 16 consecutive pieces of a flat tensor by their numbers, [n, 64] each; they are views."""
     return {str(number): piece for number, piece in enumerate(torch.chunk(flat.view(-1, _ROW), _PIECES))}
 
 
@@ -77,14 +79,15 @@ class Adapter:
 
     A critic's `value_head`, fp32 [1, hidden size], gives the value of each token from its last hidden state.
 
-    `flat`: the tensor of which all parameters are parts, if there is one (see `packed`). A pass leaves gradients in its
-    `.grad` or in theirs.
+    `flat`: the tensor of which all parameters are parts, if there is one (see `packed`). `row`: its first part, if that
+    lies as a row of grouped.stacked. A pass leaves gradients in the `.grad` of `row` and of the parameters.
     """
 
     spec: LoraSpec
     pairs: dict[str, LoraPair]
     value_head: nn.Parameter | None = None
     flat: nn.Parameter | None = None
+    row: nn.Parameter | None = None
 
     @property
     def critic(self) -> bool:
@@ -116,12 +119,6 @@ class Adapter:
         return [path for group in together(self.pairs) for path in group]
 
     @cached_property
-    def row(self) -> nn.Parameter | None:
-        """`flat`, if it begins as a row of grouped.stacked: with A of all linears and then B, without gaps."""
-        dense = all(self.tensors[_name(path, part)].numel() % _ROW == 0 for path in self.linears for part in "AB")
-        return self.flat if dense else None
-
-    @cached_property
     def layout(self) -> Layout:
         """Where the tensors lie in `flat`: A of all linears, then B, and then all others."""
         names = [_name(path, part) for part in "AB" for path in self.linears]
@@ -129,39 +126,50 @@ class Adapter:
 
     @torch.no_grad()
     def gradient(self) -> Tensor:
-        """Moves every parameter's `.grad` to that of `flat`, and returns it: fp32, zero for parameters without any."""
+        """Moves the `.grad` of `row` and of all parameters to that of `flat`, and returns it: fp32, zero where there is
+        none."""
         if self.whole.grad is None:
             self.whole.grad = torch.zeros_like(self.whole)
+        if self.row is not None and self.row.grad is not None:
+            self.whole.grad[: len(self.row)].add_(self.row.grad)
+            self.row.grad = None
         found = {name: p.grad for name, p in self.tensors.items() if p.grad is not None}
         if found:
             parts = self.layout.parts(self.whole.grad)
             torch._foreach_add_([parts[name] for name in found], [*found.values()])
-            self._drop(self.tensors.values())
+            for parameter in self.tensors.values():
+                parameter.grad = None
         return self.whole.grad
 
     def drop_gradients(self) -> None:
-        """Removes the `.grad` of every parameter and of `flat`."""
-        self._drop(self.tensors.values() if self.flat is None else [*self.tensors.values(), self.flat])
+        """Removes the `.grad` of every parameter, of `flat` and of `row`."""
+        for parameter in (*self.tensors.values(), self.flat, self.row):
+            if parameter is not None:
+                parameter.grad = None
 
-    def to(self, device: torch.device) -> Adapter:
+    def to(self, device: torch.device, dtype: torch.dtype = torch.float32) -> Adapter:
         """A copy on `device`, packed."""
-        return self.packed(self.layout.joined({name: p.detach().to(device) for name, p in self.tensors.items()}))
+        return self.packed(self.layout.joined(self.tensors, device, dtype))
 
     def packed(self, flat: Tensor) -> Adapter:
         """An adapter of this kind whose tensors are the parts of `flat`."""
         values = {name: nn.Parameter(part) for name, part in self.layout.parts(flat).items()}
         pairs = {path: LoraPair(values[_name(path, "A")], values[_name(path, "B")]) for path in self.pairs}
-        return Adapter(self.spec, pairs, values.get(SCORE_KEY), nn.Parameter(flat))
+        row = nn.Parameter(flat[: self._width]) if self._width else None
+        return Adapter(self.spec, pairs, values.get(SCORE_KEY), nn.Parameter(flat), row)
 
     def follow(self) -> None:
         """Makes the parameters parts of `flat` again, whose data was replaced."""
         for name, part in self.layout.parts(self.whole.data).items():
             self.tensors[name].data = part
+        if self.row is not None:
+            self.row.data = self.whole.data[: len(self.row)]
 
-    @staticmethod
-    def _drop(parameters: Iterable[nn.Parameter]) -> None:
-        for parameter in parameters:
-            parameter.grad = None
+    @cached_property
+    def _width(self) -> int:
+        """The elements of the tensors on linears, 0 if there are gaps between them in `flat`."""
+        sizes = [self.tensors[_name(path, part)].numel() for path in self.linears for part in "AB"]
+        return 0 if any(size % _ROW for size in sizes) else sum(sizes)
 
 
 def _name(path: str, part: str) -> str:

@@ -77,7 +77,7 @@ class SplitLayers:
         """Returns the adapter with this rank's part of each pair. The gradient of a part goes to the whole pair."""
         rank = adapter.spec.rank
         pairs = {path: self._own(path, pair, rank) for path, pair in adapter.pairs.items()}
-        return replace(adapter, pairs=pairs, flat=None)
+        return replace(adapter, pairs=pairs, flat=None, row=None)
 
     def whole(self, name: str, weight: Tensor) -> Tensor:
         """Returns all of a weight, by its name in an unwrapped model; a collective of the group. A row-wise linear's

@@ -267,15 +267,16 @@ class AdapterState:
         return {} if self.pending is None else self.adapter.layout.parts(self.pending)
 
     def restore_pending(self, stored: Mapping[str, Tensor]) -> None:
-        shaped = shaped_as(stored, self.adapter.tensors, self.engine.base.device)
-        self.pending, self.pending_norm = self.adapter.layout.joined(shaped), None
+        shaped = shaped_as(stored, self.adapter.tensors, _HOST)
+        self.pending, self.pending_norm = self.adapter.layout.joined(shaped, self.engine.base.device), None
 
     def restore_optimizer(self, stored: Mapping[str, Tensor]) -> None:
         """Restores the state that `capture` wrote. Raises UserOpError when a tensor is missing or misshapen."""
         try:
             found = {"step": stored["step"]}
             for moment in MOMENTS:
-                flat = self.adapter.layout.joined({name: stored[f"{moment}.{name}"] for name in self.adapter.tensors})
+                of_moment = {name: stored[f"{moment}.{name}"] for name in self.adapter.tensors}
+                flat = self.adapter.layout.joined(of_moment, _HOST)
                 found |= {f"{moment}.{name}": piece for name, piece in pieces(flat).items()}
         except (KeyError, RuntimeError) as error:
             raise foreign_state(error) from None
@@ -299,12 +300,13 @@ class AdapterState:
         pending = {"pending": self.pending} if gradients and self.pending is not None else {}
         flat = copied({**pending, "weights": self.adapter.whole}, pinned=True)
         adapter, layout = self.adapter.packed(flat["weights"]), self.adapter.layout
+        base_path, model, names = self.base_path, self.engine.base.model, self.shards.owners  # `write` keeps no state
 
         def write(folder: Path) -> None:
             try:
-                peft_files.write(adapter, folder, self.base_path, self.engine.base.model)
+                peft_files.write(adapter, folder, base_path, model)
                 if moments is not None:
-                    save_file(_named(moments, self.shards.owners, layout), folder / OPTIMIZER_FILE)
+                    save_file(_named(moments, names, layout), folder / OPTIMIZER_FILE)
                 if "pending" in flat:
                     save_file(layout.parts(flat["pending"]), folder / GRADIENTS_FILE)
             except SafetensorError as error:

@@ -93,10 +93,10 @@ def _lying(view: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """The adapter of a segment: its scaling, and its tensor that begins as a row of the stacks, if it has one."""
+    """The adapter of a segment: its scaling, and its tensor that lies as a row of the stacks, if it has one."""
 
     scaling: float
-    flat: nn.Parameter | None
+    row: nn.Parameter | None
 
 
 class Gradients:
@@ -127,36 +127,33 @@ class Gradients:
         """An adapter's gradients get memory of their own, so one that waits for its step does not keep the others'."""
         rows, self._rows = self._rows, None
         assert rows is not None
-        whole = all(segment.flat is not None for segment in self._segments)
-        stacks = [] if whole else [stack.lying_in(rows) for stack in self._stacks]
-        for number, (segment, row) in enumerate(zip(self._segments, rows, strict=True)):
-            row[: self._of_a].mul_(segment.scaling)
-            if segment.flat is None:
-                found = [both for stack in stacks for both in stack.pairs(number)]
-                _accumulate([one for pair, _ in found for one in pair], [one for _, parts in found for one in parts])
+        only_rows = all(segment.row is not None for segment in self._segments)
+        stacks = [] if only_rows else [stack.lying_in(rows) for stack in self._stacks]
+        for number, (segment, found) in enumerate(zip(self._segments, rows, strict=True)):
+            found[: self._of_a].mul_(segment.scaling)
+            if segment.row is not None:
+                _accumulate([segment.row], [found])
             else:
-                if segment.flat.grad is None:
-                    segment.flat.grad = torch.zeros_like(segment.flat)
-                segment.flat.grad[: self._width].add_(row)
+                pairs = [both for stack in stacks for both in stack.pairs(number)]
+                _accumulate([one for pair, _ in pairs for one in pair], [one for _, parts in pairs for one in parts])
 
 
 def _accumulate(parameters: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    """Adds copies of the parts to the parameters' `.grad`. A parameter may be a part of another one."""
-    if not parameters:
-        return
-    own = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in parts]
-    _copy_(own, parts)
-    held: list[tuple[Tensor, Tensor]] = []
-    computed: list[tuple[Tensor, Tensor]] = []
-    for parameter, part in zip(parameters, own, strict=True):
-        if not parameter.is_leaf:
-            computed.append((parameter, part))
-        elif parameter.grad is None:
-            parameter.grad = part
-        else:
-            held.append((parameter.grad, part))
+    """Adds the parts to the parameters' `.grad`, and gives copies to those that have none. A parameter may be a part of
+    another one."""
+    pairs = [*zip(parameters, parts, strict=True)]
+    held = [(parameter.grad, part) for parameter, part in pairs if parameter.is_leaf and parameter.grad is not None]
     if held:
         torch._foreach_add_([grad for grad, _ in held], [part for _, part in held])
+    others = [(parameter, part) for parameter, part in pairs if not parameter.is_leaf or parameter.grad is None]
+    copies = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for _, part in others]
+    _copy_(copies, [part for _, part in others])
+    computed: list[tuple[Tensor, Tensor]] = []
+    for (parameter, _), copy in zip(others, copies, strict=True):
+        if parameter.is_leaf:
+            parameter.grad = copy
+        else:
+            computed.append((parameter, copy))
     if computed:
         torch.autograd.backward([parameter for parameter, _ in computed], [part for _, part in computed])
 
@@ -181,10 +178,10 @@ def stacked(
     every_a = [*islice(views, len(groups))]
     stacks = [Stack(group, a, [*islice(views, len(group))]) for group, a in zip(groups, every_a, strict=True)]
     width_of_a = sum(map(prod, of_a))
-    whole = [(row, one.flat[: len(row)]) for row, one in zip(rows, segments, strict=True) if one.flat is not None]
-    _copy_([row for row, _ in whole], [flat for _, flat in whole])
+    whole = [(target, one.row) for target, one in zip(rows, segments, strict=True) if one.row is not None]
+    _copy_([target for target, _ in whole], [row for _, row in whole])
     for number, one in enumerate(segments):
-        if one.flat is None:
+        if one.row is None:
             found = [both for stack in stacks for both in stack.pairs(number)]
             _copy_([part for _, parts in found for part in parts], [tensor for pair, _ in found for tensor in pair])
     torch._foreach_mul_([row[:width_of_a] for row in rows], [one.scaling for one in segments])

@@ -32,7 +32,7 @@ def values(tensors: dict[str, tuple[int, int]]) -> dict[str, Tensor]:
 
 def test_parts_are_views_at_256_bytes_and_the_gaps_are_zero() -> None:
     given, layout = values(SHAPES), Layout(SHAPES)
-    flat = layout.joined(given)
+    flat = layout.joined(given, CPU)
     parts = layout.parts(flat)
     assert flat.shape == (layout.length,) == (64 + 128 + 64,)
     assert {part.storage_offset() % 64 for part in parts.values()} == {0}
@@ -45,10 +45,10 @@ def test_parts_are_views_at_256_bytes_and_the_gaps_are_zero() -> None:
 def test_a_tensor_that_is_missing_or_misshapen_is_refused() -> None:
     given, layout = values(SHAPES), Layout(SHAPES)
     with pytest.raises(RuntimeError):
-        layout.joined({**given, "b": torch.zeros(16, 9)})
+        layout.joined({**given, "b": torch.zeros(16, 9)}, CPU)
     del given["b"]
     with pytest.raises(KeyError):
-        layout.joined(given)
+        layout.joined(given, CPU)
 
 
 def test_an_adapter_without_tensors_is_an_empty_one() -> None:

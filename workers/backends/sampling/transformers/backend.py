@@ -183,7 +183,7 @@ def _cast(adapter: Adapter, device: torch.device, dtype: torch.dtype) -> Adapter
     On the device, because on a CPU each tensor waits for all of torch's threads: the 394 of a rank-32 adapter of
     Qwen3-0.6B took 2 s on two cores that had other work.
     """
-    return adapter.packed(adapter.to(device).whole.detach().to(dtype))
+    return adapter.to(device, dtype)
 
 
 def _write(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
