@@ -26,6 +26,14 @@ def packed(rank: int = 3) -> Adapter:
     return Adapter(LoraSpec(rank=rank), pairs, nn.Parameter(torch.randn(1, 11))).to(CPU)
 
 
+def with_row() -> Adapter:
+    """An adapter that lies as a row of stacks, but for its value head."""
+    pairs = {path: LoraPair(nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(16, 8))) for path in "ab"}
+    one = Adapter(LoraSpec(rank=8), pairs, nn.Parameter(torch.randn(1, 8))).to(CPU)
+    assert one.row is not None and len(one.row) == len(one.whole) - 64
+    return one
+
+
 def values(tensors: dict[str, tuple[int, int]]) -> dict[str, Tensor]:
     return {name: torch.randn(shape) for name, shape in tensors.items()}
 
@@ -90,6 +98,27 @@ def test_a_gradient_is_the_sum_of_what_lies_in_the_flat_one_and_in_the_parameter
     assert found == {f"{prefix}k_proj.lora_B.weight": (15.0, 30.0), f"{prefix}o_proj.lora_B.weight": (27.0, 27.0)}
     one.drop_gradients()
     assert not one.gradient().any()
+
+
+def test_the_gradient_of_a_row_counts_once() -> None:
+    one = with_row()
+    assert one.row is not None
+    one.row.grad = torch.ones_like(one.row)
+    one.pairs["a"].a.grad = torch.ones_like(one.pairs["a"].a)
+    for _ in range(2):
+        found = one.gradient().tolist()
+        assert found == [2.0] * 64 + [1.0] * (len(one.row) - 64) + [0.0] * 64
+    one.row.grad = torch.ones_like(one.row)
+    one.drop_gradients()
+    assert not one.gradient().any()
+
+
+def test_a_row_follows_a_flat_tensor_whose_data_was_replaced() -> None:
+    one = with_row()
+    one.whole.data = one.whole.data.clone()
+    one.follow()
+    one.whole.data.fill_(3)
+    assert one.row is not None and one.row.eq(3).all()
 
 
 def test_parameters_follow_a_flat_tensor_whose_data_was_replaced() -> None:
