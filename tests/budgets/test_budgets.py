@@ -106,10 +106,10 @@ def test_a_layer_of_fused_kernels_has_at_most_80(measured: dict[str, Any]) -> No
 
 def test_head_and_losses_have_few_kernels_for_each_tenant(counts: Counts) -> None:
     """They are all kernels outside of layers. Each Op has its own loss with own settings and results, which take 49,
-    the head's adapters are 17 each, and the gradients of all linears together four. Targets reach the device once for
+    the head's adapters are 17 each, and the gradients of all linears together five. Targets reach the device once for
     all Ops."""
-    assert counts["1 tenant"]["rest"] <= 147
-    assert max(case["rest"] for case in counts.values()) <= 147 + 15 * 71
+    assert counts["1 tenant"]["rest"] <= 148
+    assert max(case["rest"] for case in counts.values()) <= 148 + 15 * 72
 
 
 def test_a_layer_attends_once_whatever_the_lengths_of_its_datums(counts: Counts) -> None:
