@@ -167,7 +167,8 @@ def test_a_copy_that_waits_to_be_written_keeps_nothing_on_the_device(base: Path,
     backend = opened(base, 0)
     backend.apply({"a": Create(LoraSpec(rank=2))})
     backend.apply({"a": work("a", 0)})
-    kept = [weakref.ref(tensor) for tensor in backend._states["a"].tensors()]  # type: ignore[attr-defined]
+    states: Any = backend._states
+    kept = [weakref.ref(tensor) for tensor in states["a"].tensors()]
     write = backend.capture("a", optimizer=True, gradients=True)
     backend.apply({"a": STEP})
     assert kept[-1]() is None, "the step has dropped the gradient"
