@@ -101,7 +101,8 @@ class Redispatcher:
     def _give_up_gap(self, pending: Pending, taken_s: float) -> None:
         """Gives up a gap in the journal after `gap_s`. Only time in which the Op could have been admitted counts, so no
         outage of Redis or of the API does, and no sleep of the machine. `taken_s`: see RedisOpLog.calls_taken_s."""
-        if min(pending.waited_s, taken_s) < self._settings.gap_s or pending.seq is None:
+        waited_s = abs(pending.waited_s)  # far below 0 after the server's clock was set back, which `taken_s` begins at
+        if min(waited_s, taken_s) < self._settings.gap_s or pending.seq is None:
             return
         for seq in range(pending.seq, pending.seq + _GAP_MOST):
             reason = (

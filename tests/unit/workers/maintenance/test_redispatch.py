@@ -161,6 +161,17 @@ def test_time_that_nobody_saw_does_not_count_for_a_gap(oplog, client):
     assert oplog.pending()[0].kinds
 
 
+def test_a_gap_is_given_up_although_the_servers_clock_was_set_back_since_it_was_found(oplog, client):
+    oplog.admit(MODEL, 1, "forward_backward", b"", "d")
+    redispatcher = Redispatcher(oplog, lambda *_: None, PATIENT)
+    now = int(client.time()[0]) * 1000
+    client.zadd(keys.PENDING, {MODEL: now + 3_600_000})
+    for taken_s, given_up in ((200, False), (400, True)):
+        client.hset(keys.CALLS_TAKEN, mapping={"since": now - taken_s * 1000, "seen": now})
+        redispatcher.sweep()
+        assert bool(oplog.pending()[0].kinds) == given_up
+
+
 def test_time_in_which_no_api_was_there_does_not_count_for_a_gap(oplog, client):
     oplog.admit(MODEL, 1, "forward_backward", b"", "d")
     client.delete(keys.TAKING_CALLS)
