@@ -6,9 +6,11 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from app.domain.ops import DropGradients
 from app.domain.results import Done, OptimStepOutput
@@ -30,6 +32,7 @@ from workers.backends.training import backends, ranks
 from workers.backends.training.base import Create, Load
 from workers.backends.training.full_state import FullFinetuneState
 from workers.backends.training.trainer import Trainer
+from workers.models.full_weights import tensors_in
 
 
 def run(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
@@ -79,6 +82,31 @@ def held_share(backend: Trainer) -> float:
     """Number of elements of all fp32 masters in this rank's memory."""
     (masters,) = (state.masters.values() for state in backend._states.values() if isinstance(state, FullFinetuneState))
     return sum(m.numel() for m in masters if not m.is_meta) / sum(m.numel() for m in masters)
+
+
+def copy_for_a_sampler(settings: str, folder: str) -> None:
+    """Rank 0 copies a bf16 model for a sampler. Nothing travels in fp32, and the files have the rounded masters."""
+    torch.set_num_threads(1)
+    backend = backends.create(BaseModelSettings.model_validate_json(settings), full=True)
+    backend.open()  # together
+    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as sent:
+        if os.environ["RANK"] != "0":
+            backend.follow()
+            ranks.end()
+        for op in (Create(None), SFT, STEP):
+            backend.apply({"a": op})
+        sent.reset_mock()
+        write = backend.capture("a", optimizer=False)
+        # Ranks of this group send each other messages as bytes.
+        assert {call.args[0].dtype for call in sent.mock_calls} - {torch.int64, torch.uint8} == {torch.bfloat16}
+    copy, masters = Path(folder) / "copy", Path(folder) / "masters"
+    write(copy)
+    backend.capture("a", optimizer=True)(masters)
+    wanted = {name: tensor.bfloat16() for name, tensor in tensors_in(masters)}
+    found = dict(tensors_in(copy))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    backend.shutdown()
+    ranks.end()
 
 
 def main(settings: str, folder: str) -> None:

@@ -61,6 +61,11 @@ def test_two_ranks_equal_one_process_on_a_model_with_a_recurrent_state(
     check_two_ranks(base, alone, wanted, tmp_path, stage=3)
 
 
+def test_a_copy_for_a_sampler_travels_in_the_precision_that_it_is_saved_in(base: Path, tmp_path: Path) -> None:
+    ranks = settings(base, zero_stage=2, ranks=2).model_copy(update={"dtype": "bfloat16"}).model_dump_json()
+    assert run_group(full_ranks.copy_for_a_sampler, ranks, str(tmp_path)) == [0, 0]
+
+
 def check_two_ranks(
     base: Path, alone: Trainer, wanted: dict[str, np.ndarray], tmp_path: Path, stage: int, *, offload: bool = False
 ) -> None:

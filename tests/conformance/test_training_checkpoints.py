@@ -34,13 +34,13 @@ from tests.conformance.trainers import (
 )
 from tests.full_disk import full_disk
 from tests.parity import architectures
-from workers.backends.training.base import GRADIENTS_FILE, OPTIMIZER_FILE, Create, Load, Writer
+from workers.backends.training.base import GRADIENTS_FILE, OPTIMIZER_FILE, Create, Load
 from workers.backends.training.trainer import Trainer
 
 __all__ = ["backend", "base", "create", "weights_file"]  # the fixtures
 
 
-def files(folder: Path, write: Writer) -> dict[str, bytes]:
+def files(folder: Path, write: Callable[[Path], None]) -> dict[str, bytes]:
     folder.mkdir()
     write(folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -73,6 +73,8 @@ def test_what_was_captured_is_written_bit_for_bit_whatever_was_run_since(
     with ThreadPoolExecutor(1) as thread:
         for _ in range(2):
             assert thread.submit(files, tmp_path / str(next(_numbers)), write).result() == then
+    stored = sum(len(content) for name, content in then.items() if name.endswith(".safetensors"))
+    assert write.size == pytest.approx(stored, rel=0.1)  # the files also have names and shapes
     assert (OPTIMIZER_FILE in then) == optimizer
 
 
@@ -107,6 +109,7 @@ def test_an_export_is_written_the_same_whatever_was_run_since_and_by_a_full_disk
     for op in (GOOD, STEP):
         apply(backend, model, op)
     assert files(tmp_path / "now", write) == then
+    assert write.size == pytest.approx(len(then["model.safetensors"]), rel=0.1)
     with full_disk(10_000), pytest.raises(OSError, match="not written"):
         write(tmp_path / "full")
 

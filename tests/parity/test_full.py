@@ -153,7 +153,11 @@ def test_masters_keep_what_a_bfloat16_copy_cannot(tmp_path: Path) -> None:
     assert max(np.abs(end[name] - start[name]).max() for name in start) == pytest.approx(4e-6, rel=0.05)
     exported = tmp_path / "exported"
     exported.mkdir()
-    backend.capture("m", optimizer=False)(exported)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        write = backend.capture("m", optimizer=False)
+    copied = sum(max(event.self_cpu_memory_usage, 0) for event in profile.events())
+    assert copied == pytest.approx(sum(weight.nbytes for weight in end.values()) / 2, rel=0.01)  # and two buffers
+    write(exported)
     for name, tensor in load_file(exported / "model.safetensors").items():
         assert torch.equal(tensor, torch.from_numpy(end[name]).bfloat16())
 

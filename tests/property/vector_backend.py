@@ -107,15 +107,11 @@ class VectorBackend:
             for name, text in files.items():
                 (folder / name).write_text(text)
 
-        return write
+        return Writer(write, sum(map(len, files.values())))
 
     def export(self, model_id: str) -> Writer:
-        weight = self.states[model_id].weight.hex()
-
-        def write(folder: Path) -> None:
-            (folder / "config.json").write_text(json.dumps({"weight": weight}))
-
-        return write
+        content = json.dumps({"weight": self.states[model_id].weight.hex()})
+        return Writer(lambda folder: (folder / "config.json").write_text(content), len(content))
 
     def close(self, model_id: str) -> None:
         self.states.pop(model_id, None)

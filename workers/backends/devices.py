@@ -26,18 +26,24 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-def copied(tensors: Mapping[str, Tensor], *, pinned: bool = False) -> dict[str, Tensor]:
-    """Copies tensors of one device to the CPU, contiguous.
+def copied(
+    tensors: Mapping[str, Tensor], *, pinned: bool = False, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Copies tensors of one device to the CPU, contiguous, in `dtype` or else in their own.
+
+    A GPU casts a tensor before it copies it.
 
     With `pinned` the host waits once: a GPU copies into pinned memory, and the host waits only for one number more, as
     the stream has done all copies by then. torch keeps such memory for later copies and rounds each tensor up to a
     power of two, so it is for adapters and not for full models.
     """
-    found = {
-        name: tensor.detach().to("cpu", non_blocking=pinned, copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
+    found = {name: _copy(tensor.detach(), pinned, dtype or tensor.dtype) for name, tensor in tensors.items()}
     if pinned:
         for tensor in [*tensors.values()][-1:]:
             tensor.detach().flatten()[:1].cpu()
     return found
+
+
+def _copy(tensor: Tensor, pinned: bool, dtype: torch.dtype) -> Tensor:
+    cast = tensor if tensor.is_cpu else tensor.to(dtype)  # torch itself would copy first, and let the CPU cast
+    return cast.to("cpu", dtype, non_blocking=pinned, copy=True, memory_format=torch.contiguous_format)

@@ -62,12 +62,13 @@ class ShmTransfers:
                 if self._is_on_record(prefix):
                     self.upload(_place(prefix).model_id)
 
-    def publish(self, prefix: str, fill: Callable[[Path], None]) -> bool:
-        """Puts a checkpoint where samplers of this machine find it. Returns False when there is no room for it here."""
-        if self._folder.write(prefix, fill):
+    def publish(self, prefix: str, fill: Callable[[Path], None], size: int) -> bool:
+        """Puts a checkpoint of about `size` bytes where samplers of this machine find it. Returns False when there is
+        no room for it here."""
+        if self._folder.write(prefix, fill, size):
             return True
         self._folder.make_room(self._is_on_record)
-        return self._folder.write(prefix, fill)
+        return self._folder.write(prefix, fill, size)
 
     def size(self, prefix: str) -> int:
         """The bytes of a checkpoint that was put there."""
@@ -152,9 +153,9 @@ class ShmFolder:
     root: Path
     most_bytes: int
 
-    def write(self, prefix: str, fill: Callable[[Path], None]) -> bool:
-        """Writes the files that `fill` creates; an existing folder stays. Returns False when it cannot, and logs a
-        warning unless there is to be no such folder."""
+    def write(self, prefix: str, fill: Callable[[Path], None], size: int = 0) -> bool:
+        """Writes the files that `fill` creates, of about `size` bytes; an existing folder stays. Returns False when it
+        cannot, and logs a warning unless there is to be no such folder."""
         if not self.most_bytes:
             return False
         target = self._at(prefix)
@@ -163,7 +164,7 @@ class ShmFolder:
             if not self._is_ours():
                 raise PermissionError(f"{self.root} is not a folder of user {os.getuid()}")
             if not target.is_dir():
-                self._write(target, fill)
+                self._write(target, fill, size)
         except OSError as error:
             log.warning("no shared-memory transfer of %s: %s", prefix, error)
             return False
@@ -224,16 +225,21 @@ class ShmFolder:
             if _is_stale(leftover):
                 shutil.rmtree(leftover, ignore_errors=True)
 
-    def _write(self, target: Path, fill: Callable[[Path], None]) -> None:
-        if self._used() >= self.most_bytes:  # writing a full model in vain costs much
-            raise OSError(f"{self.root} already holds engine.handover_bytes ({self.most_bytes})")
+    def _write(self, target: Path, fill: Callable[[Path], None], size: int) -> None:
+        self._check_room(size)  # writing a full model in vain costs time, and memory
         with tempfile.TemporaryDirectory(dir=self.root, prefix=_NEW) as temporary:
             files = Path(temporary) / "files"
             files.mkdir()
             fill(files)
-            if self._used() > self.most_bytes:
-                raise OSError(f"{self.root} would hold more than engine.handover_bytes ({self.most_bytes})")
+            self._check_room()
             files.rename(target)
+
+    def _check_room(self, size: int = 0) -> None:
+        if self._used() + size > self.most_bytes:
+            raise OSError(f"{self.root} would hold more than engine.handover_bytes ({self.most_bytes})")
+        free = shutil.disk_usage(self.root).free
+        if size > free:
+            raise OSError(f"{size} bytes are more than the {free} free ones of {self.root}")
 
     def _at(self, prefix: str) -> Path:
         return self.root / check_key(prefix).replace("/", _SLASH)

@@ -111,7 +111,7 @@ class SnapshotPipeline:
             transfer.seal(folder, self._saver.describe(folder, taken.lease, taken.seq))
 
         try:
-            local = self._folder.write(model_id, taken.seq, taken.lease.epoch, fill)
+            local = self._folder.write(model_id, taken.seq, taken.lease.epoch, fill, taken.write.size)
         except NotFound:
             return  # the model has been deleted
         self._uploads.put(model_id, PendingUpload(taken.lease, local, taken.durable), at_once=taken.at_once)
@@ -175,16 +175,16 @@ class SnapshotFolder:
     node: str
     least_free: int = 0
 
-    def write(self, model_id: str, seq: int, epoch: int, fill: Callable[[Path], None]) -> LocalSnapshot:
-        """Writes a snapshot with the files that `fill` creates and flushes it; an existing one stays. Raises
-        OSError, and Unavailable while less than `least_free` bytes are free."""
+    def write(self, model_id: str, seq: int, epoch: int, fill: Callable[[Path], None], size: int = 0) -> LocalSnapshot:
+        """Writes a snapshot with the files that `fill` creates, of about `size` bytes, and flushes it; an existing one
+        stays. Raises OSError, and Unavailable when it would not leave `least_free` bytes free."""
         target = self._of(model_id) / f"{seq}-{epoch}"
         if not target.is_dir():
             unfinished = target.parent / f".{self.node}"
             shutil.rmtree(unfinished, ignore_errors=True)
             try:
                 unfinished.mkdir(parents=True)
-                Disk("the snapshots", unfinished, self.least_free).check()
+                Disk("the snapshots", unfinished, self.least_free).check(size)
                 fill(unfinished)
                 _flush(unfinished)
                 unfinished.rename(target)

@@ -252,7 +252,7 @@ def _with_window(write: Writer, window: GradAccumulation) -> Writer:
         write(folder)
         (folder / WINDOW).write_text(json.dumps(asdict(window)))
 
-    return write if window == GradAccumulation() else write_both
+    return write if window == GradAccumulation() else Writer(write_both, write.size)
 
 
 def _is_load(entry: Entry) -> bool:

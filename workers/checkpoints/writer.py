@@ -144,7 +144,7 @@ class Saver:
             follows=lease.model_id if op.inflight else "",
             full=model.full,
         )
-        shared = self.shm_transfers.publish(prefix, partial(self._seal, captured))
+        shared = self.shm_transfers.publish(prefix, partial(self._seal, captured), captured.write.size)
         size = self.shm_transfers.size(prefix) if shared else self._write(captured)[1].size
         writes = [(sampler.namespace, name, {**dump(sampler), "size_bytes": str(size)})]
         if op.inflight:
@@ -164,7 +164,7 @@ class Saver:
         op = SaveWeights(place.kind, place.name)
         model, then = self._model(lease.model_id), replace(lease, epoch=place.epoch)
         captured = Captured(then, place.seq, op, model, self.index.now(), self._capture(lease.model_id, op))
-        if not self.shm_transfers.publish(prefix, partial(self._seal, captured)):
+        if not self.shm_transfers.publish(prefix, partial(self._seal, captured), captured.write.size):
             with _new_folder(self.scratch.folder) as folder:
                 self._seal(captured, folder)
                 transfer.complete(self.store, prefix, folder)
@@ -199,7 +199,7 @@ class Saver:
     def _write(self, captured: Captured, path: str = "", expiry: Expiry = _FOR_EVER) -> tuple[str, Manifest]:
         prefix = captured.prefix
         with _new_folder(self.scratch.folder) as folder:
-            self.scratch.check()
+            self.scratch.check(captured.write.size)
             captured.write(folder)
             if captured.op.recipients:
                 encrypt(folder, captured.op.recipients)

@@ -71,7 +71,7 @@ def huggingface_writer(base: Any, tensors: Mapping[str, Tensor], dtype: torch.dt
         for source in copied:
             shutil.copyfile(source, folder / source.name)
 
-    return write
+    return Writer(write, sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize)
 
 
 def write_dequantized(settings: BaseModelSettings, folder: Path) -> None:

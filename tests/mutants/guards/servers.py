@@ -181,14 +181,14 @@ MUTANTS = (
     Mutant(
         "disk: no snapshot",
         "workers/checkpoints/snapshot_upload.py",
-        '                Disk("the snapshots", unfinished, self.least_free).check()\n',
+        '                Disk("the snapshots", unfinished, self.least_free).check(size)\n',
         "",
         "--confcutdir=tests/unit/app/stores tests/unit/app/stores/test_disk.py",
     ),
     Mutant(
         "disk: no save",
         "workers/checkpoints/writer.py",
-        "            self.scratch.check()\n",
+        "            self.scratch.check(captured.write.size)\n",
         "",
         "tests/unit/workers/checkpoints/test_writer.py::test_a_save_waits_for_room_on_its_disk",
     ),

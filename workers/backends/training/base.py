@@ -53,9 +53,20 @@ class Load:
 
 BackendOp = Create | Load | ForwardBackward | OptimStep | DropGradients
 
-Writer = Callable[[Path], None]
-"""Writes captured files into a folder. May be called from any thread, at any time. Raises OSError when the disk cannot
-store them."""
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Captured files of `size` bytes, without the small ones beside the tensors.
+
+    A call writes them into a folder, from any thread and at any time. It raises OSError when the disk cannot store
+    them.
+    """
+
+    write: Callable[[Path], None]
+    size: int
+
+    def __call__(self, folder: Path) -> None:
+        self.write(folder)
 
 
 class TrainingBackend(Protocol):

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,9 @@ from workers.backends.training.base import GRADIENTS_FILE, OPTIMIZER_FILE, Creat
 from workers.backends.training.engine import Engine
 from workers.backends.training.optimizer import ShardedAdamW, Step
 from workers.backends.training.ranks import Shards
-from workers.backends.training.state import ModelState, read_optimizer, shaped_as, write_nothing
+from workers.backends.training.state import NO_FILES, ModelState, read_optimizer, shaped_as
 from workers.models import base_model, lora
 from workers.models.adapter import Adapter
-from workers.models.base_model import LoadedBase
 from workers.models.full_weights import check_config, huggingface_writer
 
 # The name that transformers' sequence classifiers use.
@@ -158,12 +158,16 @@ class FullFinetuneState:
 
     def capture(self, *, optimizer: bool, gradients: bool = False) -> Writer:
         """Copies the model as a Hugging Face folder: fp32 with the optimizer, to resume; else in the base's dtype."""
-        weights = self.shards.gathered(self.masters)
-        moments = self.optimizer.state() if optimizer else None
+        base = self._engine.base
+        dtype = torch.float32 if optimizer else base.dtype
+        weights = self.shards.gathered(self.masters, dtype=dtype)
+        moments = self.optimizer.state() if optimizer else {}
         pending = self._gathered_pending() if gradients else {}
         if self.shards.ranks.rank != 0:
-            return write_nothing
-        return _writer(self._engine.base, self._form, weights, moments, pending)
+            return NO_FILES
+        write_model = huggingface_writer(self._form, weights, dtype, base.tokenizer)
+        size = write_model.size + sum(tensor.nbytes for tensor in (*moments.values(), *pending.values()))
+        return Writer(partial(_write, write_model, moments, pending), size)
 
     def export(self) -> Writer:
         return self.capture(optimizer=False)
@@ -329,24 +333,11 @@ def _check_class(folder: Path, form: Any) -> None:
         raise ValueError(f"it is a {found}, not a {type(form).__name__}")
 
 
-def _writer(
-    base: LoadedBase,
-    form: Any,
-    weights: Mapping[str, Tensor],
-    moments: Mapping[str, Tensor] | None,
-    pending: Mapping[str, Tensor],
-) -> Writer:
-    dtype = base.dtype if moments is None else torch.float32
-    write_model = huggingface_writer(form, weights, dtype, base.tokenizer)
-
-    def write(folder: Path) -> None:
-        write_model(folder)
-        try:
-            if moments is not None:
-                save_file(dict(moments), folder / OPTIMIZER_FILE)
-            if pending:
-                save_file(dict(pending), folder / GRADIENTS_FILE)
-        except SafetensorError as error:
-            raise OSError(f"{folder.name} was not written: {error}") from error
-
-    return write
+def _write(write_model: Writer, moments: Mapping[str, Tensor], pending: Mapping[str, Tensor], folder: Path) -> None:
+    write_model(folder)
+    try:
+        for name, tensors in ((OPTIMIZER_FILE, moments), (GRADIENTS_FILE, pending)):
+            if tensors:
+                save_file(dict(tensors), folder / name)
+    except SafetensorError as error:
+        raise OSError(f"{folder.name} was not written: {error}") from error

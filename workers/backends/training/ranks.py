@@ -254,22 +254,27 @@ class Shards:
             for owner, names in self._bundles(tensors):
                 self.ranks.broadcast_([tensors[name] for name in names], owner)
 
-    def gathered(self, tensors: Mapping[str, Tensor], *, pinned: bool = False) -> dict[str, Tensor]:
-        """Copies all tensors to the CPU of rank 0; returns nothing on the others. See `copied`."""
+    def gathered(
+        self, tensors: Mapping[str, Tensor], *, pinned: bool = False, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """Copies all tensors to the CPU of rank 0, in `dtype` or else in their own; returns nothing on the others. See
+        `copied`."""
         if not self.split:
-            return copied({name: tensors[name] for name in self.owners}, pinned=pinned) if self.ranks.rank == 0 else {}
+            mine = {name: tensors[name] for name in self.mine()}
+            return copied(mine, pinned=pinned, dtype=dtype) if self.ranks.rank == 0 else {}
         found: dict[str, Tensor] = {}
         for owner, names in self._bundles(tensors):
-            parts = {name: self._sent(tensors[name], mine=self.owns(name)) for name in names}
+            parts = {name: self._sent(tensors[name], dtype, mine=self.owns(name)) for name in names}
             self.ranks.broadcast_([*parts.values()], owner)
             if self.ranks.rank == 0:
                 found |= copied(parts, pinned=pinned)
         return found
 
-    def _sent(self, tensor: Tensor, *, mine: bool) -> Tensor:
+    def _sent(self, tensor: Tensor, dtype: torch.dtype | None, *, mine: bool) -> Tensor:
+        dtype = dtype or tensor.dtype
         if mine:
-            return tensor.detach().to(self.device)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            return tensor.detach().to(self.device, dtype)
+        return torch.empty(tensor.shape, dtype=dtype, device=self.device)
 
     def _bundles(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, Sequence[str]]]:
         """Yields (owner, names of tensors small enough to travel together), the same on every rank."""

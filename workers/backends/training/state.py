@@ -136,8 +136,8 @@ class Models(Protocol):
         ...
 
 
-def write_nothing(folder: Path) -> None:
-    """Writes nothing: the Writer of every rank but 0."""
+NO_FILES = Writer(lambda folder: None, 0)
+"""The Writer of every rank but 0."""
 
 
 def read_optimizer(folder: Path) -> dict[str, Tensor]:
@@ -296,7 +296,7 @@ class AdapterState:
 
     def capture(self, *, optimizer: bool, gradients: bool = False) -> Writer:
         """Copies the adapter and its optimizer's state, to be written as PEFT files and OPTIMIZER_FILE."""
-        moments = self.optimizer.state(pinned=True) if optimizer else None
+        moments = self.optimizer.state(pinned=True) if optimizer else {}
         pending = {"pending": self.pending} if gradients and self.pending is not None else {}
         flat = copied({**pending, "weights": self.adapter.whole}, pinned=True)
         adapter, layout = self.adapter.packed(flat["weights"]), self.adapter.layout
@@ -305,7 +305,7 @@ class AdapterState:
         def write(folder: Path) -> None:
             try:
                 peft_files.write(adapter, folder, base_path, model)
-                if moments is not None:
+                if moments:
                     save_file(_named(moments, names, layout), folder / OPTIMIZER_FILE)
                 if "pending" in flat:
                     save_file(layout.parts(flat["pending"]), folder / GRADIENTS_FILE)
@@ -313,14 +313,14 @@ class AdapterState:
                 # The only failure left is the disk: it is full, or the file is too large for it.
                 raise OSError(f"{folder.name} was not written: {error}") from error
 
-        return write
+        return Writer(write, sum(tensor.nbytes for tensor in (*flat.values(), *moments.values())))
 
     def export(self) -> Writer:
         if self.critic:
             raise UserOpError("a critic's value head is not part of a Hugging Face causal model; export its adapter")
         base, full_weights = self.engine.base, self.engine.merged(self.adapter)
         if self.engine.ranks.rank != 0:
-            return write_nothing
+            return NO_FILES
         return huggingface_writer(base.model, full_weights, base.dtype, base.tokenizer)
 
     def check_same_shape(self, other: ModelState) -> None:

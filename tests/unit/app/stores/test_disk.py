@@ -49,6 +49,8 @@ def test_a_snapshot_waits_for_room_on_its_disk(tmp_path: Path):
     full, free = (SnapshotFolder(tmp_path, "node", least) for least in (MOST, 0))
     with pytest.raises(Unavailable, match="free_disk_bytes"):
         full.write("session:train:0", 3, 1, fill)
+    with pytest.raises(Unavailable, match="MiB to be written"):
+        SnapshotFolder(tmp_path, "node", 1).write("session:train:0", 3, 1, fill, MOST)
     assert free.write("session:train:0", 3, 1, fill).path.is_dir()
 
 

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,6 +87,14 @@ def test_no_more_than_its_bytes_are_taken(tmp_path: Path):
     assert not folder.write(prefix(2), sealed(b"x" * 6_000))
     assert list(folder.prefixes()) == [prefix(1)]
     assert [path.name for path in folder.root.iterdir() if path.name.startswith(".")] == [], "and nothing is left of it"
+
+
+def test_nothing_is_written_that_would_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = ShmFolder(tmp_path / "handover", 10_000)
+    assert folder.write(prefix(1), sealed(b"x" * 6_000), 6_000)
+    assert not folder.write(prefix(2), lambda target: pytest.fail("it was"), 6_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=999))
+    assert not folder.write(prefix(2), lambda target: pytest.fail("it was"), 1_000)
 
 
 def test_a_folder_of_no_bytes_is_not_even_written_to(tmp_path: Path):

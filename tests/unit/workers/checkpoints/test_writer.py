@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyrage
 import pytest
@@ -70,11 +71,14 @@ def test_a_killed_save_leaves_nothing_behind_the_next_start_of_its_worker(world:
     assert not any(left.exists() for left in store.left)
 
 
-def test_a_save_waits_for_room_on_its_disk(world: World):
-    full = world.worker("a/1", free_disk_bytes=2**62)
+@pytest.mark.parametrize(("least_free", "reason"), [(2**62, "free_disk_bytes"), (2**30, "MiB to be written")])
+def test_a_save_waits_for_room_on_its_disk(world: World, monkeypatch: pytest.MonkeyPatch, least_free: int, reason: str):
+    """Room for all of its files, and not only for the first one."""
+    full = world.worker("a/1", free_disk_bytes=least_free)
     full.handle(0, "create_model")
     world.admit(1, SaveWeights("weights", "kept"))
-    with pytest.raises(Requeue, match="free_disk_bytes"):
+    with monkeypatch.context() as patch, pytest.raises(Requeue, match=reason):
+        patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**30 + 10))
         full.handle(1, "save_weights")
     saved = world.worker("a/2").handle(1, "save_weights")
     assert saved is not None and not saved.failed
