@@ -33,6 +33,7 @@ from workers.backends.failures import ran_out_of_memory
 from workers.models import experts, packed
 from workers.models.coverage import has_experts, left_out, undecided
 from workers.models.images import ImageReader, reader_of
+from workers.models.loading import rope
 from workers.models.loading.quantized import QuantizeOnLoad
 from workers.models.loading.sharded import ShardOnLoad, Split
 from workers.models.lora import shapes, targets
@@ -106,6 +107,7 @@ def load(settings: BaseModelSettings, device: torch.device | None = None, split:
     model = model.to(device)
     model.eval().requires_grad_(False)
     info = replace(describe(settings, model, dtype), reads_images=images is not None)
+    rope.fix_frequencies(model, info.max_context)
     return LoadedBase(model, settings.tokenizer or settings.path, info, device, dtype, images)
 
 
