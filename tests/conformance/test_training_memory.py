@@ -6,13 +6,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+from app.domain.ops import LoraSpec
 from app.settings import BaseModelSettings
 from tests.conformance import training_memory
 from tests.conformance.groups import run_group
 from tests.models import tiny_qwen3
+from workers.backends.training import backends
+from workers.backends.training.base import Create
+from workers.backends.training.engine import EngineLost
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 600
@@ -32,6 +38,22 @@ def test_an_op_too_large_for_memory_fails_alone_and_changes_nothing(tmp_path: Pa
         timeout=DEADLINE_S,
     )
     assert (done.returncode, done.stdout.split("\n")[-2:]) == (0, ["as if never sent", ""]), done.stderr[-3000:]
+
+
+def test_a_trainer_ends_when_memory_ran_out_while_deepspeed_brought_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed cannot bring such a weight again, so every later pass would fail. A new process can."""
+    trainer = {"backend": "deepspeed", "zero_stage": 3, "offload": True}
+    base = tiny_qwen3(tmp_path / "base")
+    backend = backends.create(BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer))
+    backend.open()
+    backend.apply({"m": Create(LoraSpec(rank=4))})
+    handles = "deepspeed.runtime.zero.partition_parameters.NoGatherHandle.__init__"
+    with monkeypatch.context() as patch, pytest.raises(EngineLost):
+        patch.setattr(handles, Mock(side_effect=torch.OutOfMemoryError))
+        backend.apply({"m": training_memory.GOOD})
+    assert not backend.healthy()
 
 
 @pytest.mark.parametrize("full", ["", "full"])

@@ -183,6 +183,27 @@ def test_layers_computed_again_give_the_same_gradients(case: str, tmp_path: Path
     assert relative_error(found[1], found[0]) < 1e-6
 
 
+def test_a_pass_that_failed_half_way_adds_nothing_to_the_next_ones_gradient(tmp_path: Path) -> None:
+    """The base's parameters stay when the model whose pass failed is gone."""
+    base = architectures.build("qwen3", tmp_path / "base")
+    op = ForwardBackward(batch(supervised(9, LENGTHS)), "cross_entropy")
+    backend, undisturbed = open_policy(base), open_policy(base)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a kernel failed")
+
+    failing = backend._engine.hidden_states.layers[0].register_full_backward_hook(fail)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        backend.apply({"m": op})
+    failing.remove()
+    backend.close("m")
+    assert backend.healthy() and apply(backend, "next", Create(None)) == Done()
+    run(backend, "next", op)
+    run(undisturbed, "m", op)
+    found, wanted = backend.gradients("next"), undisturbed.gradients("m")
+    assert all(np.array_equal(found[name], gradient) for name, gradient in wanted.items())
+
+
 @pytest.mark.parametrize("case", ["llama", "llama, tied head", "qwen3-moe"])
 def test_a_critic_equals_transformers_sequence_classifier(case: str, tmp_path: Path) -> None:
     """Loss, gradients, five steps; transformers loads the critic's folder as a sequence classifier."""

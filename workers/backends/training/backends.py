@@ -30,7 +30,7 @@ from app.errors import SetupError
 from app.settings import BaseModelSettings, TrainerSettings
 from app.settings.gpus import shown
 from workers.backends.training import packing, sequence_parallel
-from workers.backends.training.engine import Engine, HiddenStates, TorchEngine, elements_held
+from workers.backends.training.engine import Engine, EngineLost, HiddenStates, TorchEngine, elements_held
 from workers.backends.training.lm_head import logit_rule
 from workers.backends.training.ranks import (
     COMPUTE_DEADLINE,
@@ -102,9 +102,13 @@ class DeepSpeedEngine(Engine):
                 parameter.data.copy_(value)
 
     def rest(self) -> None:
-        if self.engine.zero_optimization_stage() == 3:
+        if self.engine.zero_optimization_stage() < 3:
+            return
+        try:
             # The engine's own method of this name also collects garbage: 0.7 s of a pass over a tiny model.
             self.engine.optimizer.empty_partition_cache()
+        except RuntimeError as error:  # a failed pass left weights half fetched
+            raise EngineLost("DeepSpeed cannot release the weights of a failed pass") from error
 
     def describe(self) -> Mapping[str, Any]:
         return {

@@ -226,7 +226,15 @@ class Job:
             self.datums[name][datums] = values
         return torch.where(bad[:, None, None], 0.0, found.gradient)
 
-    def check_finite(self) -> None:
+    def error(self) -> UserOpError | None:
+        """Returns the reason why the Op fails after its pass, or None."""
+        try:
+            self._check_finite()
+        except UserOpError as error:
+            return error
+        return None
+
+    def _check_finite(self) -> None:
         """Raises UserOpError naming the first datum whose loss, its gradient or its ratio is not finite."""
         bad = self.datums["bad"].nonzero()
         if len(bad):

@@ -40,6 +40,10 @@ Owners = Sequence[tuple[Adapter | None, int]]
 """Consecutive datums that run under the same adapter: (adapter, number of datums)."""
 
 
+class EngineLost(RuntimeError):
+    """The engine can run no other pass."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Engine(ABC):
     """A loaded base: frozen with wrapped linears (workers/models/lora.py), or itself trained.
@@ -124,7 +128,8 @@ class Engine(ABC):
             self.ranks.broadcast_([parameter], owner)
 
     def rest(self) -> None:
-        """Frees memory that only the next pass needs. Called after a pass."""
+        """Frees memory that only the next pass needs. Called after a pass, whole or failed. Raises EngineLost when no
+        other pass can run."""
         return
 
     @abstractmethod

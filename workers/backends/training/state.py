@@ -297,6 +297,8 @@ class AdapterState:
     def capture(self, *, optimizer: bool, gradients: bool = False) -> Writer:
         """Copies the adapter and its optimizer's state, to be written as PEFT files and OPTIMIZER_FILE."""
         moments = self.optimizer.state(pinned=True) if optimizer else {}
+        if self.shards.ranks.rank != 0:
+            return NO_FILES
         pending = {"pending": self.pending} if gradients and self.pending is not None else {}
         flat = copied({**pending, "weights": self.adapter.whole}, pinned=True)
         adapter, layout = self.adapter.packed(flat["weights"]), self.adapter.layout

@@ -22,7 +22,7 @@ from workers.backends import devices
 from workers.backends.failures import StallDetector, ran_out_of_memory
 from workers.backends.training.base import BackendOp, Create, Load, Writer
 from workers.backends.training.batch_ops import Job, fetch
-from workers.backends.training.engine import Engine
+from workers.backends.training.engine import Engine, EngineLost
 from workers.backends.training.full_state import ComputeCopy, FullFinetuneModels
 from workers.backends.training.optimizer import step_all
 from workers.backends.training.passes import OutOfMemory, Pass
@@ -157,14 +157,15 @@ class Trainer(ABC):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Wraps a call of rank 0. Marks this process broken when its ranks are out of step or a device is lost."""
+        """Wraps a call of rank 0. Marks this process broken when its ranks are out of step, or it lost a device or the
+        engine."""
         try:
             with self._stall_detector.call():
                 yield
         except OpError:
             raise
         except Exception as error:
-            lost = self._engine.ranks.size > 1 or isinstance(error, torch.AcceleratorError)
+            lost = self._engine.ranks.size > 1 or isinstance(error, torch.AcceleratorError | EngineLost)
             self._broken = self._broken or lost
             raise
 
@@ -249,12 +250,13 @@ class Trainer(ABC):
             jobs = {m: Job.of(op, states[m], self._engine.base.device) for m, op in ops.items()}
             one = Pass(self._engine, list(jobs.values()), self._micro_batch_tokens)
             one.run(self._stall_detector.progress)
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
+            for state in states.values():  # the base's own parameters would keep these gradients, for the next model
+                state.drop_found()
+            self._engine.rest()
             in_step = isinstance(error, OutOfMemory) or self._engine.ranks.size == 1
             if not in_step or not ran_out_of_memory(error):
                 raise
-            for state in states.values():
-                state.drop_found()
             return None
         return jobs
 
@@ -270,7 +272,7 @@ class Trainer(ABC):
         """Ends the Ops of a pass. The host waits for all results, and for the norms of all gradients."""
         try:
             fetch(jobs.values())
-            errors = {model_id: _error(job) for model_id, job in jobs.items()}
+            errors = {model_id: job.error() for model_id, job in jobs.items()}
             kept = {m: job.state for m, job in jobs.items() if not job.op.forward_only and errors[m] is None}
             norms = total_norms([(state.shards, state.found_gradients()) for state in kept.values()])
             for (model_id, state), norm in zip(kept.items(), norms, strict=True):
@@ -341,14 +343,6 @@ class Trainer(ABC):
         if state is None:
             raise _not_loaded(model_id)
         return state
-
-
-def _error(job: Job) -> UserOpError | None:
-    try:
-        job.check_finite()
-    except UserOpError as error:
-        return error
-    return None
 
 
 def _not_loaded(model_id: str) -> ServerOpError:

@@ -19,8 +19,8 @@ from tests.parity.datums import batch, supervised, valued
 from tests.parity.training import state
 from workers.backends.training import backends
 from workers.backends.training.base import GRADIENTS_FILE, Create
-from workers.backends.training.ranks import total_norms
-from workers.backends.training.state import Residency
+from workers.backends.training.ranks import RankGroup, total_norms
+from workers.backends.training.state import NO_FILES, Residency
 from workers.backends.training.trainer import Trainer
 from workers.models.adapter import pieces
 
@@ -176,6 +176,15 @@ def test_a_copy_that_waits_to_be_written_keeps_nothing_on_the_device(base: Path,
     assert not any(tensor() is not None for tensor in kept)
     write(tmp_path)
     assert (tmp_path / GRADIENTS_FILE).exists()
+
+
+def test_only_rank_0_copies_an_adapter_that_is_saved(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = opened(base, 0)
+    backend.apply({"a": Create(LoraSpec(rank=2))})
+    state: Any = backend._states["a"]
+    state.shards = replace(state.shards, ranks=RankGroup(rank=1, size=2))
+    monkeypatch.setattr("workers.backends.training.state.copied", Mock(side_effect=MemoryError))
+    assert state.capture(optimizer=False, gradients=True) is NO_FILES
 
 
 def work(model: str, seed: int) -> ForwardBackward:
