@@ -154,10 +154,12 @@ def is_slice(hidden: Tensor, sampled: int) -> bool:
 
 
 def add_by_row(logits: Tensor, hidden: Tensor, a: Tensor, b: Tensor, slots: Tensor) -> None:
-    """Adds each row's adapter in place: logits [n, V], hidden [n, H], a [S, 1, r, H], b [S, 1, V, r], slots [n].
+    """Adds each row's adapter in place: logits [n, W], hidden [n, H], a [S, 1, r, H], b [S, 1, V, r], slots [n].
 
     A slot of -1 is no adapter. The scaling is part of b.
     """
+    # vLLM pads the head's rows to a multiple of 64 and b's not, and cuts off the logits of the padding later: W >= V.
+    logits = logits[:, : b.shape[2]]
     for slot in sorted(set(slots.tolist())):
         if slot >= 0:
             rows = slots == slot

@@ -191,7 +191,8 @@ def _install_second(worker: Any) -> None:
     def compute(self: Any, head: HeadFn, hidden_states: Tensor, batch: Any, prompt_lens: Any) -> dict[str, Tensor]:
         found = {}
         for i, request_id in enumerate(batch.req_ids if self.token_id_scores else ()):
-            if (prompt := self.token_id_scores.get(request_id)) is not None:
+            prompt = self.token_id_scores.get(request_id)
+            if prompt is not None and not _is_resumed(batch, i, prompt_lens):
                 at, count = int(batch.query_start_loc_np[i]), int(batch.num_scheduled_tokens[i])
                 begin = int(batch.num_computed_prefill_tokens_np[i])
                 if (scores := prompt.add(begin, hidden_states[at : at + count], head)) is not None:
@@ -199,6 +200,15 @@ def _install_second(worker: Any) -> None:
         return found
 
     worker.add_request, worker.compute_prompt_token_id_logprobs = add_request_with_ours, compute
+
+
+def _is_resumed(batch: Any, i: int, prompt_lens: np.ndarray) -> bool:
+    """Returns whether row `i` of the batch was preempted after its first token: its prefill has its output too.
+
+    Its scores went out with that token. It is added anew, and scores that came again would be in a step without a token
+    for the request, of which the scheduler dies.
+    """
+    return bool(prompt_lens[batch.idx_mapping_np[i]] < batch.prefill_len_np[i])
 
 
 def _prompt(params: Any, device: torch.device) -> PromptInChunks | None:

@@ -125,25 +125,46 @@ def test_the_first_runner_gives_the_scores_of_our_requests_with_its_output(async
     assert getattr(later, "_model_runner_output", later).prompt_token_id_logprobs_dict == {}
 
 
-def test_the_second_runners_worker_scores_our_requests_and_forgets_them():
+LENGTHS = np.array([0, LENGTH, 5, 0])  # of the prompts: "others" is in slot 2, "ours" in slot 1
+
+
+def second_worker() -> Any:
+    """vLLM's worker for prompt scores in its second model runner, with a request of others and one of ours."""
     prompt_logprob = pytest.importorskip("vllm.v1.worker.gpu.sample.prompt_logprob")
+    vllm_params = pytest.importorskip("vllm").SamplingParams
     worker_class = type("Worker", (prompt_logprob.PromptLogprobsWorker,), {})
     vllm_requests._install_second(worker_class)
     worker = worker_class(4, CPU)
-    vllm_params = pytest.importorskip("vllm").SamplingParams
-    worker.add_request("others", 0, vllm_params())
+    worker.add_request("others", 2, vllm_params())
     worker.add_request("ours", 1, vllm_params(extra_args={SCORES_KEY: ops.encode(WHOLE)}))
-    hidden, found = torch.cat([HIDDEN[:5], HIDDEN[:600]]), []
-    for begin, count in ((0, 600), (600, 400)):
-        hidden = torch.cat([HIDDEN[:5], HIDDEN[begin : begin + count]])
-        batch = SimpleNamespace(
-            req_ids=["others", "ours"],
-            query_start_loc_np=np.array([0, 5, 5 + count]),
-            num_scheduled_tokens=np.array([5, count]),
-            num_computed_prefill_tokens_np=np.array([0, begin]),
-        )
-        found.append(worker.compute_prompt_token_id_logprobs(Head(), hidden, batch, np.array([5, LENGTH])))
-    assert found[0] == {}
-    check(WHOLE, found[1]["ours"])
+    return worker
+
+
+def second_step(worker: Any, begin: int, count: int, prefill: int = LENGTH) -> dict[str, Tensor]:
+    """Runs `count` tokens of ours from `begin` on. Its prefill has `prefill` tokens: after a preemption, more than its
+    prompt."""
+    batch = SimpleNamespace(
+        req_ids=["others", "ours"],
+        idx_mapping_np=np.array([2, 1]),
+        query_start_loc_np=np.array([0, 5, 5 + count]),
+        num_scheduled_tokens=np.array([5, count]),
+        num_computed_prefill_tokens_np=np.array([0, begin]),
+        prefill_len_np=np.array([5, prefill]),
+    )
+    hidden = torch.cat([HIDDEN[:5], HIDDEN[begin : begin + count]])
+    found: dict[str, Tensor] = worker.compute_prompt_token_id_logprobs(Head(), hidden, batch, LENGTHS)
+    return found
+
+
+def test_the_second_runners_worker_scores_our_requests_and_forgets_them():
+    worker = second_worker()
+    assert second_step(worker, 0, 600) == {}
+    check(WHOLE, second_step(worker, 600, 400)["ours"])
     worker.remove_request("ours")
-    assert worker.compute_prompt_token_id_logprobs(Head(), hidden, batch, np.array([5, LENGTH])) == {}
+    assert second_step(worker, 0, LENGTH) == {}
+
+
+def test_the_second_runners_worker_scores_no_request_again_that_was_preempted_after_its_first_token():
+    """The scores went out with that token. This step ends the prompt but not the prefill, so it gives no token, and
+    vLLM's scheduler dies of scores without one."""
+    assert second_step(second_worker(), 0, LENGTH, prefill=LENGTH + 2) == {}

@@ -72,7 +72,7 @@ FIELDS = {
     "vllm.v1.core.sched.output CachedRequestData": "req_ids new_block_ids num_computed_tokens resumed_req_ids",
     "vllm.v1.outputs ModelRunnerOutput": "prompt_token_id_logprobs_dict",
     "vllm.v1.worker.gpu.input_batch InputBatch": (
-        "req_ids query_start_loc_np num_scheduled_tokens num_computed_prefill_tokens_np"
+        "req_ids idx_mapping_np query_start_loc_np num_scheduled_tokens num_computed_prefill_tokens_np prefill_len_np"
     ),
 }
 """Fields of vLLM's dataclasses that the patches read or write."""
