@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from app.domain.ops import DropGradients, ForwardBackward, LoraSpec
 from tests.parity.datums import Datum, batch, data, supervised
 from tests.parity.reference import Reference, relative_error
 from tests.parity.rounding import MANY_LENGTHS, Found, check_rounding
 from tests.parity.training import LENGTHS, LOSSES, STEP, apply, open_trainer, reference_of, run
-from workers.backends.training.base import Create
+from workers.backends.training.base import ADAPTER_FILE, Create
 from workers.backends.training.trainer import Trainer
 
 
@@ -54,3 +55,17 @@ def test_gradients_add_up_in_fp32(rounded: Trainer) -> None:
     alone = [gradients(rounded, datums) for datums in requests]
     wanted = {name: sum(found[name].astype(np.float64) for found in alone) for name in alone[0]}
     assert relative_error(gradients(rounded, *requests), wanted) < 1e-6
+
+
+def test_a_copy_for_a_sampler_has_the_adapter_as_passes_round_it(rounded: Trainer, tmp_path: Path) -> None:
+    written = []
+    for name, is_rounded in (("masters", False), ("copy", True)):
+        (tmp_path / name).mkdir()
+        write = rounded.capture("m", optimizer=False, rounded=is_rounded)
+        write(tmp_path / name)
+        written.append(load_file(tmp_path / name / ADAPTER_FILE))
+        assert write.size == pytest.approx(sum(tensor.nbytes for tensor in written[-1].values()), rel=0.1)
+    masters, copy = written
+    assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
+    assert masters.keys() == copy.keys()
+    assert all(torch.equal(copy[name], tensor.bfloat16()) for name, tensor in masters.items())

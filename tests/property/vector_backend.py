@@ -91,7 +91,7 @@ class VectorBackend:
         rounding = _ROUNDING * (len(ops) - 1)
         return {model_id: self._one(model_id, op, rounding) for model_id, op in ops.items()}
 
-    def capture(self, model_id: str, *, optimizer: bool, gradients: bool = False) -> Writer:
+    def capture(self, model_id: str, *, optimizer: bool, gradients: bool = False, rounded: bool = False) -> Writer:
         state = self.states[model_id]
         content: dict[str, Any] = {
             ADAPTER_FILE: {"weight": state.weight.hex(), "steps": state.steps},

@@ -102,8 +102,9 @@ class Saver:
         if not op.sampling_session_id and not op.overwrite and self._taken(str(path)):
             raise UserOpError(f"{path} already exists; pass overwrite, or save under another name")
         model, now = self._model(lease.model_id), self.index.now()
-        captured = Captured(lease, seq, op, model, now, self._capture(lease.model_id, op))
-        if op.sampling_session_id:
+        ephemeral = bool(op.sampling_session_id)
+        captured = Captured(lease, seq, op, model, now, self._capture(lease.model_id, op, ephemeral=ephemeral))
+        if ephemeral:
             return partial(self._ephemeral, captured)
         return partial(self._named, captured, path, Expiry.of(now, op.ttl_seconds, self.project_ttl_s(model.owner)))
 
@@ -163,7 +164,8 @@ class Saver:
         assert place is not None, f"{prefix} is not a checkpoint prefix"
         op = SaveWeights(place.kind, place.name)
         model, then = self._model(lease.model_id), replace(lease, epoch=place.epoch)
-        captured = Captured(then, place.seq, op, model, self.index.now(), self._capture(lease.model_id, op))
+        write = self._capture(lease.model_id, op, ephemeral=True)
+        captured = Captured(then, place.seq, op, model, self.index.now(), write)
         if not self.shm_transfers.publish(prefix, partial(self._seal, captured), captured.write.size):
             with _new_folder(self.scratch.folder) as folder:
                 self._seal(captured, folder)
@@ -211,10 +213,11 @@ class Saver:
         captured.write(folder)
         transfer.seal(folder, self.describe(folder, captured.lease, captured.seq))
 
-    def _capture(self, model_id: str, op: SaveWeights) -> Writer:
+    def _capture(self, model_id: str, op: SaveWeights, *, ephemeral: bool) -> Writer:
+        """Copies what `op` saves. Only samplers of the base read an ephemeral copy, and they round it all the same."""
         if op.merged:
             return self.backend.export(model_id)
-        return self.backend.capture(model_id, optimizer=op.checkpoint_kind == _WITH_OPTIMIZER)
+        return self.backend.capture(model_id, optimizer=op.checkpoint_kind == _WITH_OPTIMIZER, rounded=ephemeral)
 
     def _taken(self, path: str) -> bool:
         stored = self.index.get(Checkpoint.namespace, path)

@@ -69,7 +69,8 @@ def _leaf(path: str) -> str:
 
 
 def read(folder: Path) -> Adapter:
-    """Reads the adapter in `folder`, on the CPU. Its spec's seed is 0, as nothing is sampled from it any more.
+    """Reads the adapter in `folder`, on the CPU, in its own dtype. Its spec's seed is 0, as nothing is sampled from it
+    any more.
 
     Raises UserOpError when the files are missing, damaged, or use PEFT features other than plain LoRA and a critic's
     value head.
@@ -77,7 +78,7 @@ def read(folder: Path) -> Adapter:
     try:
         config = json.loads((folder / ADAPTER_CONFIG_FILE).read_text())
         stored = load_file(folder / ADAPTER_FILE)
-        head = nn.Parameter(stored.pop(SCORE_KEY).float()) if config.get("modules_to_save") else None
+        head = nn.Parameter(stored.pop(SCORE_KEY)) if config.get("modules_to_save") else None
         return Adapter(_spec_of(config), _pairs_of(stored, int(config["r"])), head)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise UserOpError(f"{folder.name} holds no plain LoRA adapter in PEFT files: {error}") from None
@@ -97,8 +98,8 @@ def _pairs_of(stored: dict[str, Tensor], rank: int) -> dict[str, LoraPair]:
     paths = [key[len(KEY_PREFIX) : -len(".lora_A.weight")] for key in stored if key.endswith(".lora_A.weight")]
     pairs = {}
     for path in paths:
-        a = stored.pop(f"{KEY_PREFIX}{path}.lora_A.weight").float()
-        b = stored.pop(f"{KEY_PREFIX}{path}.lora_B.weight").float()
+        a = stored.pop(f"{KEY_PREFIX}{path}.lora_A.weight")
+        b = stored.pop(f"{KEY_PREFIX}{path}.lora_B.weight")
         wanted = a.shape[0] if experts.is_pair(path) and a.shape[0] % rank == 0 else rank
         if a.shape[0] != wanted or b.shape[1] != wanted:
             raise ValueError(f"{path} has shapes {list(a.shape)} and {list(b.shape)}, which do not have rank {rank}")

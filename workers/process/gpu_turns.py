@@ -273,9 +273,9 @@ class TrainerInTurns:
         with self.turns.use(), self._calls:
             return self._backend.apply(ops)
 
-    def capture(self, model_id: str, *, optimizer: bool, gradients: bool = False) -> Writer:
+    def capture(self, model_id: str, *, optimizer: bool, gradients: bool = False, rounded: bool = False) -> Writer:
         with self._calls:
-            writer = self._backend.capture(model_id, optimizer=optimizer, gradients=gradients)
+            writer = self._backend.capture(model_id, optimizer=optimizer, gradients=gradients, rounded=rounded)
             if not self.turns.held:
                 self._backend.free_memory()
             return writer

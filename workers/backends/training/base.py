@@ -85,13 +85,14 @@ class TrainingBackend(Protocol):
         """
         ...
 
-    def capture(self, model_id: str, *, optimizer: bool, gradients: bool = False) -> Writer:
+    def capture(self, model_id: str, *, optimizer: bool, gradients: bool = False, rounded: bool = False) -> Writer:
         """Copies the model as it is now, with `optimizer` its moments and step count too; later Ops do not change it.
 
         The files are an adapter as PEFT files (ADAPTER_FILE, ADAPTER_CONFIG_FILE), or all weights as a Hugging Face
         folder, and OPTIMIZER_FILE. Loading them with the optimizer gives the same bits. With `gradients`, a pending
-        gradient is in GRADIENTS_FILE, from which `Create` makes the same bits. Raises ServerOpError for an unknown
-        model.
+        gradient is in GRADIENTS_FILE, from which `Create` makes the same bits. With `rounded`, for a sampler, weights
+        are in the dtype that the base computes with; all weights without their optimizer always are. Raises
+        ServerOpError for an unknown model.
         """
         ...
 

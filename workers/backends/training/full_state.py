@@ -156,7 +156,7 @@ class FullFinetuneState:
         self._pending = None
         self._copy.refresh(self)
 
-    def capture(self, *, optimizer: bool, gradients: bool = False) -> Writer:
+    def capture(self, *, optimizer: bool, gradients: bool = False, rounded: bool = False) -> Writer:
         """Copies the model as a Hugging Face folder: fp32 with the optimizer, to resume; else in the base's dtype."""
         base = self._engine.base
         dtype = torch.float32 if optimizer else base.dtype

@@ -106,7 +106,7 @@ class ModelState(Protocol):
         misshapen."""
         ...
 
-    def capture(self, *, optimizer: bool, gradients: bool = False) -> Writer:
+    def capture(self, *, optimizer: bool, gradients: bool = False, rounded: bool = False) -> Writer:
         """See TrainingBackend.capture. Only the Writer of rank 0 writes."""
         ...
 
@@ -294,13 +294,14 @@ class AdapterState:
         self.pending = None
         self.shards.share_(self.weights())
 
-    def capture(self, *, optimizer: bool, gradients: bool = False) -> Writer:
+    def capture(self, *, optimizer: bool, gradients: bool = False, rounded: bool = False) -> Writer:
         """Copies the adapter and its optimizer's state, to be written as PEFT files and OPTIMIZER_FILE."""
         moments = self.optimizer.state(pinned=True) if optimizer else {}
         if self.shards.ranks.rank != 0:
             return NO_FILES
         pending = {"pending": self.pending} if gradients and self.pending is not None else {}
-        flat = copied({**pending, "weights": self.adapter.whole}, pinned=True)
+        dtype = self.engine.base.dtype if rounded else torch.float32
+        flat = copied({**pending, "weights": self.adapter.whole}, pinned=True, dtype=dtype)
         adapter, layout = self.adapter.packed(flat["weights"]), self.adapter.layout
         base_path, model, names = self.base_path, self.engine.base.model, self.shards.owners  # `write` keeps no state
 

@@ -79,10 +79,10 @@ class Trainer(ABC):
                 self._engine.ranks.send(encode_apply(ops))
             return self._apply(ops)
 
-    def capture(self, model_id: str, *, optimizer: bool, gradients: bool = False) -> Writer:
+    def capture(self, model_id: str, *, optimizer: bool, gradients: bool = False, rounded: bool = False) -> Writer:
         with self._guarded():
-            self._engine.ranks.send(encode_call("capture", model_id, optimizer, gradients))
-            return self._state(model_id).capture(optimizer=optimizer, gradients=gradients)
+            self._engine.ranks.send(encode_call("capture", model_id, optimizer, gradients, rounded))
+            return self._state(model_id).capture(optimizer=optimizer, gradients=gradients, rounded=rounded)
 
     def export(self, model_id: str) -> Writer:
         with self._guarded():
@@ -135,9 +135,9 @@ class Trainer(ABC):
             match decode(self._engine.ranks.receive()):
                 case ("apply", ops):
                     self._apply(ops)
-                case ("capture", model_id, optimizer, gradients):
+                case ("capture", model_id, optimizer, gradients, rounded):
                     with suppress(OpError):  # rank 0 raises the same
-                        self._state(model_id).capture(optimizer=optimizer, gradients=gradients)
+                        self._state(model_id).capture(optimizer=optimizer, gradients=gradients, rounded=rounded)
                 case ("export", model_id):
                     with suppress(OpError):
                         self._export(model_id)

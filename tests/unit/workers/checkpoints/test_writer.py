@@ -13,6 +13,7 @@ from app.domain.ops import SaveWeights
 from app.errors import Requeue
 from app.stores.objects.folder import FolderStore
 from tests.unit.workers.conftest import World
+from workers.backends.training.base import Writer
 from workers.checkpoints.writer import encrypt
 
 CONTENT = {"adapter_config.json": b'{"r": 8}', "adapter_model.safetensors": b"\x00" * 300_000}
@@ -69,6 +70,25 @@ def test_a_killed_save_leaves_nothing_behind_the_next_start_of_its_worker(world:
     assert all(left.is_dir() for left in store.left), "another worker may still write them"
     world.worker("a/2", store=store)
     assert not any(left.exists() for left in store.left)
+
+
+def test_only_weights_for_samplers_are_rounded(world: World):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    copied: list[bool] = []
+    capture = worker.backend.capture
+
+    def spy(model_id: str, **parts: bool) -> Writer:
+        if not parts.get("gradients"):  # as for a snapshot
+            copied.append(parts["rounded"])
+        return capture(model_id, **parts)
+
+    worker.backend.capture = spy
+    kinds = [("weights", ""), ("sampler_weights", ""), ("sampler_weights", "session:sample:0")]
+    for seq, (kind, session_id) in enumerate(kinds, 1):
+        world.admit(seq, SaveWeights(kind, f"save-{seq}", sampling_session_id=session_id))
+        worker.handle(seq, "save_weights")
+    assert copied == [False, False, True]
 
 
 @pytest.mark.parametrize(("least_free", "reason"), [(2**62, "free_disk_bytes"), (2**30, "MiB to be written")])
