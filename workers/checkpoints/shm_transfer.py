@@ -94,11 +94,13 @@ class ShmTransfers:
         return set(self._lost)
 
     def give_up(self, model_id: str) -> None:
-        """Deletes the transfer records of a model that nothing can restore, so that a request for its adapters
-        fails."""
+        """Uploads the adapters of a model that could not be restored, as far as their files are here, because they need
+        no restore. Deletes the other transfer records, so that a request for those adapters fails."""
         for prefix in self._on_record(model_id):
-            log.error("an adapter is lost: it was not uploaded, and nothing can restore its model: %s", prefix)
-            self.delete_record(prefix)
+            if self._folder.find(prefix) is None:
+                log.error("an adapter that was not uploaded is lost, because its model cannot be restored: %s", prefix)
+                self.delete_record(prefix)
+        self.upload(model_id)  # only a restore that succeeds would have started this
 
     def finish(self, model_id: str, within_s: float) -> None:
         """Returns when all of the model is uploaded, or something failed, or after `within_s`."""

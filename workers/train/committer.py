@@ -250,7 +250,6 @@ class BackgroundSaves:
 
     def start(self, model_id: str, write: Callable[[], OpResult]) -> Future[OpResult]:
         future: Future[OpResult] = Future()
-        self._futures[model_id] = future
 
         def run() -> None:
             try:
@@ -260,6 +259,8 @@ class BackgroundSaves:
                 future.set_exception(error)
 
         self.spawn(model_id, run)
+        # Not before: a thread that cannot be started would leave a save that never ends. It may be done already.
+        self._futures[model_id] = future
         return future
 
     def spawn(self, model_id: str, run: Callable[[], None]) -> None:

@@ -96,7 +96,7 @@ class Executor:
     def give_up(self, lease: Lease, entry: Entry) -> None:
         """Skips a failed Op. A failed step also drops its gradients; when they are sent again, none counts twice."""
         if entry.kind == OptimStep.kind:
-            self._apply(lease.model_id, DropGradients())
+            self._drop_gradients(lease.model_id)
 
     def _run(self, lease: Lease, entry: Entry, accumulation: GradAccumulation) -> Outcome | DeferredWrite:
         failure = doom(entry, accumulation)
@@ -138,6 +138,12 @@ class Executor:
 
     def _consume(self, model_id: str, entry: Entry) -> None:
         if entry.kind == DropGradients.kind:
+            self._drop_gradients(model_id)
+
+    def _drop_gradients(self, model_id: str) -> None:
+        """Drops the gradients of a model. A model that the backend does not have, because its creation failed, has
+        none: that is no error."""
+        with suppress(OpError):
             self._apply(model_id, DropGradients())
 
     def _apply(self, model_id: str, op: Op) -> Output:

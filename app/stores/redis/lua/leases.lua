@@ -30,6 +30,8 @@ local function begin(op, worker, lease_ms)
         more = more + 1
         former[boot] = now
       end
+      -- If the server's clock was set back since, the worker was missed now: the doubt lasts for one more lease.
+      former[boot] = math.min(former[boot], now)
       if node_of(boot) ~= node_of(worker) and now - former[boot] < tonumber(lease_ms) then doubtful = 1 end
     end
   end

@@ -143,10 +143,11 @@ local BURST_S = 10
 local function rate_key(payer) return 'tinsmith:rates:' .. payer.name end
 
 -- The amount missing in a bucket, in calls or tokens. The state of the last call is stored, so that a new limit holds
--- at once.
+-- at once. A last call in the future shows that the server's clock was set back. The time until then counts as time
+-- since then: as no time at all, nothing would come back until the clock is there again.
 local function missing(payer, rate, limit, now)
   local found = redis.call('HMGET', rate_key(payer), rate, rate .. '_at')
-  return found[1] and math.max(0, found[1] - (now - found[2]) / 1000 * limit) or 0
+  return found[1] and math.max(0, found[1] - math.abs(now - found[2]) / 1000 * limit) or 0
 end
 
 -- part: take

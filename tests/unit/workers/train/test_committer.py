@@ -175,6 +175,29 @@ def test_a_save_that_breaks_is_given_up_after_its_attempts_and_nothing_else(worl
     assert logprob_bytes(probe(worker, world, 6)) == undisturbed(world, [0, 1])
 
 
+def test_a_save_whose_thread_cannot_start_is_tried_again(
+    world: World, store: GatedStore, monkeypatch: pytest.MonkeyPatch
+):
+    store.open.set()
+    worker = world.worker("a/1", store=store)
+    worker.handle(0, "create_model")
+    admit(world, SAVE)
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(Requeue, match="RuntimeError"):
+            worker.handle(1, SAVE.kind)
+    assert worker.runner._background_saves.running() == set(), "nothing waits for a save that never began"
+    saved = worker.handle(1, SAVE.kind)
+    assert saved is not None and not saved.failed
+
+
 def test_so_many_saves_are_written_at_a_time_and_no_more(
     world: World, store: GatedStore, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
 ):

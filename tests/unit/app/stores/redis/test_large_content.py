@@ -118,7 +118,7 @@ def test_a_call_that_is_refused_or_repeated_is_not_written(oplog: RedisOpLog, cl
     request = admit(oplog, charge=RATE)
     sample = admit_sample(oplog)
     oplog.refuse(MODEL, 1, "wrong")
-    client.hset("tinsmith:rates:project:me", mapping={"requests": 100, "requests_at": 10**15})
+    client.hset("tinsmith:rates:project:me", mapping={"requests": 10**12, "requests_at": 0})
     calls(client)
     assert (admit(oplog, charge=RATE), admit_sample(oplog)) == (request, sample)
     refused: tuple[tuple[Callable[[], object], str], ...] = (

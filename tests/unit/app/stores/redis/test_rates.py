@@ -107,6 +107,15 @@ def test_the_state_of_a_rate_goes_when_it_has_filled_up(client, quotas):
     assert 0 < client.pttl(f"tinsmith:rates:{payers[0].name}") <= 7000
 
 
+@pytest.mark.parametrize("most", [1, 50])
+def test_a_clock_that_was_set_back_refuses_no_call(client, quotas, most):
+    """Whether the bucket had something left or was empty."""
+    charge = Charge(mine(SLOW))
+    passed(quotas, charge, most)
+    later(client, charge.payers[0], -3600)
+    assert passed(quotas, charge) >= 3
+
+
 @at_once
 def test_a_refused_call_is_charged_to_nobody(client, quotas):
     payers = mine(SLOW, Limits(requests_per_s=0.01))
