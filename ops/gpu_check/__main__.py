@@ -1,8 +1,10 @@
 """`python -m ops.gpu_check [--minutes 9] [--suites NAME...] [--sizes SIZE...] [--out FOLDER]`.
 
-Runs the short suites of tests, trains each size of model, serves the smallest one, and runs the other suites, until the
-time is over, that of this program's imports included. Writes FOLDER/gpu.json after each part, so that a run that is cut
-off leaves what it has, and prints a table. The exit code is 1 when a test fails or a goal is missed.
+Runs the tests of kernels, trains the first size of model, runs the tests of vLLM, serves the smallest size, runs the
+other short suites, trains the other sizes, and runs the suites that may take long, until the time is over, that of this
+program's imports included. Writes FOLDER/gpu.json after each part, so that a run that is cut off leaves what it has,
+and prints a table. The logs of a suite or a stack that failed or did not end are copied to FOLDER/logs. The exit code
+is 1 when a test fails, a process crashes or a goal is missed, and not because the end of the time cuts a part off.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +31,17 @@ from ops.gpu_check import processes, shapes, suites, training
 _OUT = Path(__file__).parents[1] / "bench" / "results"
 # The largest model's files, 16.4 GB, are there if they fit.
 _IN_MEMORY, _ROOM_BYTES = Path("/dev/shm"), 20 * 2**30
-_FIRST = ("gpu", "parity", "optimizer")
+# The stacks' data is not: in memory, the journal's fsync and the copy of an adapter cost nothing.
+_SCRATCH = Path("data/bench")
+_LOGS = ("*.log", "data/logs/*.log")  # in the folder of a part: of the suite, or of the bench and its stack
+# 8B on both sides takes some three minutes of the nine on an H200, and each engine of vLLM up to 90 s to start.
+_FIRST = ("gpu",)
+_SECOND = ("vllm", "sleep", *suites.SERVED, "parity", "optimizer")
+_REST = "the rest"
 _MFU, _OVER_PEFT, _SHARED = 0.45, 1.5, 0.9
 _GOAL_SIZE, _GOAL_BATCH = "8B", "8k"
 Figures = dict[str, Any]
+Part = Callable[[float], Figures]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,11 +52,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     [device] = _lines("device", seconds=60 * arguments.minutes)
     figures: Figures = {"device": device}
     outcome = Outcome(figures, ())
-    with tempfile.TemporaryDirectory(dir=_IN_MEMORY if _has_room() else None, ignore_cleanup_errors=True) as made:
-        for name, part in _parts(arguments, Path(made)):
+    with _folders() as (models, work):
+        for name, part in _parts(arguments, models, work):
             left = ends - time.time()
             found = part(left) if left > 0 else {"left out": "no time was left"}
             figures[name] = figures.get(name, {}) | found
+            if _needs_logs(found):
+                _keep_logs(work / name, arguments.out / "logs" / name)
             print(f"{name}: {json.dumps(figures[name])}", file=sys.stderr, flush=True)
             outcome = Outcome(figures, tuple(goals(figures)))
             report.write(arguments.out, "gpu", outcome, surroundings)
@@ -69,23 +81,48 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _parts(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Callable[[float], Figures]]]:
-    """The short suites, the sizes, the stacks, and the suites that may take all of the time left."""
-    parts = {
-        name: partial(suites.run, suites.SUITES[name], folder) for name in arguments.suites if name in suites.SUITES
-    }
-    yield from ((name, part) for name, part in parts.items() if name in _FIRST)
-    for size in arguments.sizes:
-        yield size, partial(_trained, size, folder / size, training.TINSMITH, 0.5)
-        yield size, partial(_trained, size, folder / size, training.PEFT, 1.0)
-    smallest = min(arguments.sizes, key=list(shapes.SHAPES).index, default="0.6B")
-    served = [name for name in suites.SERVED if name in arguments.suites]
-    yield from ((name, partial(_served, name, smallest, folder / name)) for name in served)
-    yield from ((name, part) for name, part in parts.items() if name not in _FIRST)
+@contextmanager
+def _folders() -> Iterator[tuple[Path, Path]]:
+    """Temporary folders: one of models, in memory if it has room, and one of all else, on the disk."""
+    _SCRATCH.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=_IN_MEMORY if _has_room() else None, ignore_cleanup_errors=True) as models,
+        tempfile.TemporaryDirectory(prefix="gpu-", dir=_SCRATCH, ignore_cleanup_errors=True) as work,
+    ):
+        yield Path(models), Path(work).absolute()
 
 
 def _has_room() -> bool:
     return _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM_BYTES
+
+
+def _parts(arguments: argparse.Namespace, models: Path, work: Path) -> Iterator[tuple[str, Part]]:
+    """The parts in the order that they run in. Those that may take all of the time left come last."""
+    parts: dict[str, Part] = {
+        name: partial(suites.run, suites.SUITES[name], work / name)
+        for name in arguments.suites
+        if name in suites.SUITES
+    }
+    smallest = min(arguments.sizes, key=list(shapes.SHAPES).index, default="0.6B")
+    for name in suites.SERVED:
+        if name in arguments.suites:
+            parts[name] = partial(_served, name, smallest, models / name, work / name)
+    yield from _taken(parts, _FIRST)
+    yield from _sides(arguments.sizes[:1], models)
+    yield from _taken(parts, _SECOND)
+    yield from _sides(arguments.sizes[1:], models)
+    yield from parts.items()
+
+
+def _taken(parts: dict[str, Part], names: Iterable[str]) -> list[tuple[str, Part]]:
+    """Takes those of `names` out of `parts`."""
+    return [(name, parts.pop(name)) for name in names if name in parts]
+
+
+def _sides(sizes: Iterable[str], models: Path) -> Iterator[tuple[str, Part]]:
+    for size in sizes:
+        yield size, partial(_trained, size, models / size, training.TINSMITH, 0.5)
+        yield size, partial(_trained, size, models / size, training.PEFT, 1.0)
 
 
 def _trained(size: str, folder: Path, side: str, share: float, seconds: float) -> Figures:
@@ -97,26 +134,42 @@ def _trained(size: str, folder: Path, side: str, share: float, seconds: float) -
     return {side: {row.pop("batch"): row for row in rows}}
 
 
-def _served(name: str, size: str, folder: Path, seconds: float) -> Figures:
-    """Figures and goals of a bench of a whole stack."""
-    return suites.missing(suites.SERVED[name]) or dict(
-        *_lines("serving", name, size, str(folder), seconds=seconds)[-1:]
-    )
+def _served(name: str, size: str, model: Path, folder: Path, seconds: float) -> Figures:
+    """Figures and goals of a bench of a whole stack, which has its data in `folder`."""
+    if lacking := suites.missing(suites.SERVED[name]):
+        return lacking
+    lines = _lines("serving", name, size, str(model), str(folder), seconds=seconds)
+    shutil.rmtree(model, ignore_errors=True)
+    return {key: value for line in lines for key, value in line.items() if key != "batch"}
+
+
+def _needs_logs(found: Figures) -> bool:
+    """Whether a suite or a stack failed or did not end."""
+    return bool(found.get("failed")) or "ended" in found or not found.get("ok", True)
+
+
+def _keep_logs(folder: Path, kept: Path) -> None:
+    kept.mkdir(parents=True, exist_ok=True)
+    for log in (log for pattern in _LOGS for log in folder.glob(pattern)):
+        shutil.copyfile(log, kept / log.name)
 
 
 def _lines(module: str, *arguments: str, seconds: float) -> list[dict[str, Any]]:
-    """The lines of JSON that a module of this package prints within `seconds`; a last one says how it failed."""
+    """The lines of JSON that a module of this package prints within `seconds`; a last one says how it failed, or that
+    it did not end."""
     command = [sys.executable, "-m", f"ops.gpu_check.{module}", *arguments]
     with tempfile.TemporaryFile() as output:
         code = processes.run(command, seconds, output)
         output.seek(0)
         printed = [json.loads(line) for line in output if line.endswith(b"}\n")]
-    ended = f"exit code {code}" if code is not None else f"unfinished after {seconds:.0f} s"
-    return printed if code == 0 else [*printed, {"batch": "the rest", "failed": ended}]
+    if code is None:
+        return [*printed, {"batch": _REST, "ended": suites.cut_off(seconds)}]
+    return printed if code == 0 else [*printed, {"batch": _REST, "failed": f"exit code {code}"}]
 
 
 def goals(figures: Figures) -> Iterator[Goal]:
-    """Goals of what ran; those of training need a step of both batches."""
+    """Goals of what ran; those of training need a step of both batches. What was cut off has none."""
+    yield from (Goal(f"{name} ran to its end", 0.0, "at_least", 1, "") for name in _crashed(figures))
     for name in suites.SUITES:
         if "ok" in figures.get(name, ()):
             yield Goal(f"tests of {name} that passed", float(figures[name]["ok"]), "at_least", 1, "")
@@ -132,6 +185,15 @@ def goals(figures: Figures) -> Iterator[Goal]:
             over = own[training.UNEVEN] / own[training.SHARED]
             yield Goal(f"{size}: 16 uneven tenants over one", over, "at_least", _SHARED, "")
     yield from _mfu(figures)
+
+
+def _crashed(figures: Figures) -> Iterator[str]:
+    """The stacks and the sides of training whose process failed."""
+    yield from (name for name in ("device", *suites.SERVED) if "failed" in figures.get(name, ()))
+    for size in shapes.SHAPES:
+        for side in (training.TINSMITH, training.PEFT):
+            if "failed" in figures.get(size, {}).get(side, {}).get(_REST, ()):
+                yield f"{size}, {side}"
 
 
 def _mfu(figures: Figures) -> Iterator[Goal]:

@@ -1,6 +1,7 @@
-"""A bench of a whole stack, trainer and sampler on the same device: `python -m ops.gpu_check.serving NAME SIZE FOLDER`.
+"""A bench of a whole stack on one device: `python -m ops.gpu_check.serving NAME SIZE MODEL FOLDER`.
 
-Makes the model of SIZE in FOLDER and prints the bench's figures and goals as one line of JSON.
+Makes the model of SIZE in the folder MODEL, runs the stack with its data in FOLDER, and prints the bench's figures and
+goals as one line of JSON.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from app.settings import BaseModelSettings, SamplerSettings, TrainerSettings
 from ops.bench import handover, models, sampling
@@ -25,6 +28,9 @@ _HANDOVER_MS = 500.0
 _SAMPLING = {"cuda": (3, 1024), "cpu": (10, TOKENS)}
 # Of the device's memory: for the trainer, the sampler, and the bare side beside them.
 _SHARE = 0.3
+# So that 8B fits in that share of 80 GB: of the 24 GB its weights take 16.4. The model's own context and adapters of
+# the default rank, 128, would need more than the rest.
+_CONTEXT = 4096
 
 
 BENCHES: Mapping[str, Callable[[Path, BaseModelSettings], Outcome]] = {
@@ -33,18 +39,24 @@ BENCHES: Mapping[str, Callable[[Path, BaseModelSettings], Outcome]] = {
 }
 
 
-def main(name: str, size: str, folder: str) -> None:
-    path = Path(folder) / "base"
-    shapes.save(size, path, device())
-    models.write_tokenizer(path)
-    base = BaseModelSettings(
+def main(name: str, size: str, model: str, folder: str) -> None:
+    shapes.save(size, Path(model), device())
+    torch.cuda.empty_cache()  # this process goes on beside the stack
+    models.write_tokenizer(Path(model))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    outcome = BENCHES[name](Path(folder), _base(model))
+    print(json.dumps({**outcome.figures, "goals": [asdict(goal) for goal in outcome.goals]}))
+
+
+def _base(model: str) -> BaseModelSettings:
+    return BaseModelSettings(
         name="gpu-check/random",
-        path=str(path),
+        path=model,
+        max_context=_CONTEXT,
+        max_rank=shapes.RANK,
         trainer=TrainerSettings(memory_share=_SHARE),
         sampler=SamplerSettings(memory_share=_SHARE),
     )
-    outcome = BENCHES[name](Path(folder), base)
-    print(json.dumps({**outcome.figures, "goals": [asdict(goal) for goal in outcome.goals]}))
 
 
 if __name__ == "__main__":

@@ -72,9 +72,13 @@ def missing(needs: Sequence[str], gpus: int = 0) -> dict[str, Any]:
 
 
 def run(suite: Suite, folder: Path, seconds: float) -> dict[str, Any]:
-    """Runs the suite, for `seconds` at most; returns its counts and the names of tests that failed."""
+    """Runs the suite, for `seconds` at most; returns its counts and the names of tests that failed.
+
+    Whether a suite is "ok" that was cut off, is not known. Its files are in `folder`, which this makes.
+    """
     if lacking := missing(suite.needs, suite.gpus):
         return lacking
+    folder.mkdir(parents=True, exist_ok=True)
     report = folder / "junit.xml"
     report.unlink(missing_ok=True)
     options = ["-q", "-p", "no:cacheprovider", "-n", str(_PROCESSES), f"--junitxml={report}"]
@@ -82,13 +86,18 @@ def run(suite: Suite, folder: Path, seconds: float) -> dict[str, Any]:
     with (folder / "pytest.log").open("wb") as log:
         code = processes.run(command, seconds, log, log)
     if code is None:
-        return {"ok": False, "ended": f"after {seconds:.0f} s, unfinished", "log": _tail(folder)}
+        return {"ended": cut_off(seconds), "log": _tail(folder)}
     if not report.exists():
         return {"ok": False, "ended": f"with exit code {code} and no report", "log": _tail(folder)}
     found = ElementTree.parse(report).getroot()
     counts = {name: sum(int(one.get(name, 0)) for one in found.iter("testsuite")) for name in ("tests", "skipped")}
     failed = list(_failed(found))
     return {"ok": code == 0, **counts, "failed": len(failed), "first failed": failed[:_NAMED]}
+
+
+def cut_off(seconds: float) -> str:
+    """How a part ended that was cut off by the time limit."""
+    return f"after {seconds:.0f} s, unfinished"
 
 
 def _failed(found: ElementTree.Element) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""vLLM frees a GPU's memory while it sleeps, and draws the same samples when it wakes. Needs vLLM for CUDA."""
+"""vLLM frees a GPU's memory while it sleeps, and draws the same sample when it wakes. Needs vLLM for CUDA."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.models import tiny_qwen3
 from workers.backends.sampling.vllm.backend import VllmSampler
 
 _SHARE = 0.3
-_REQUEST = SampleRequest(np.arange(40, dtype=np.int32), num_samples=2, max_tokens=12, seed=1, ignore_eos=True)
+# One sample: two may run in one batch or in two, and bf16 rounds differently in another batch.
+_REQUEST = SampleRequest(np.arange(40, dtype=np.int32), num_samples=1, max_tokens=12, seed=1, ignore_eos=True)
 
 
 @pytest.fixture
@@ -32,8 +33,9 @@ def used_share() -> float:
     return 1 - free / total
 
 
-def drawn(sampler: VllmSampler) -> list[list[int]]:
-    return [sequence.tokens.tolist() for sequence in sampler.sample(None, _REQUEST).sequences]
+def drawn(sampler: VllmSampler) -> list[int]:
+    (sequence,) = sampler.sample(None, _REQUEST).sequences
+    return [int(token) for token in sequence.tokens]
 
 
 def test_most_memory_of_a_sampler_that_sleeps_is_free_until_it_wakes(sampler: VllmSampler) -> None:

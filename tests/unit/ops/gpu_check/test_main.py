@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from ops.gpu_check import __main__ as check
 from ops.gpu_check import shapes, suites, training
-from ops.gpu_check.__main__ import _lines, _parse, _parts, _served, goals
+from ops.gpu_check.__main__ import _lines, _needs_logs, _parse, _parts, _served, goals
 from ops.gpu_check.device import datasheet
 
 DEADLINE_S = 600
@@ -67,18 +68,108 @@ def test_goals_compare_the_best_steps() -> None:
     }
 
 
-def test_suites_that_may_take_all_of_the_time_come_last(tmp_path: Path) -> None:
-    names = [name for name, _ in _parts(_parse([]), tmp_path)]
-    first, served = ["gpu", "parity", "optimizer"], ["handover", "sampling"]
-    sizes = ["8B", "8B", "0.6B", "0.6B", "4B", "4B"]  # the two sides of each
-    assert names == [*first, *sizes, *served, "architectures", "zero", "ranks", "vllm", "vllm-ranks", "sleep", "chaos"]
+def test_vllm_comes_after_the_first_size_and_suites_that_may_take_all_of_the_time_come_last(tmp_path: Path) -> None:
+    names = [name for name, _ in _parts(_parse([]), tmp_path, tmp_path)]
+    first, served = ["gpu", "8B", "8B"], ["vllm", "sleep", "handover", "sampling"]  # a size has two sides
+    others = ["parity", "optimizer", "0.6B", "0.6B", "4B", "4B"]
+    assert names == [*first, *served, *others, "architectures", "zero", "ranks", "vllm-ranks", "chaos"]
+    chosen = ["--suites", "sampling", "gpu", "--sizes"]
+    assert [name for name, _ in _parts(_parse(chosen), tmp_path, tmp_path)] == ["gpu", "sampling"]
 
 
 def test_a_stack_without_its_packages_is_left_out_by_their_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(suites.SERVED, "sampling", ["pytest", "no_such_package"])
-    assert _served("sampling", "tiny", tmp_path, DEADLINE_S) == {"left out": "needs no_such_package"}
+    assert _served("sampling", "tiny", tmp_path, tmp_path, DEADLINE_S) == {"left out": "needs no_such_package"}
+
+
+def test_a_stack_that_fails_misses_a_goal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(suites.SERVED, "handover", [])
+    found = _served("handover", "no such size", tmp_path / "model", tmp_path, DEADLINE_S)
+    assert found == {"failed": "exit code 1"}
+    [goal] = goals({"device": {}, "handover": found})
+    assert (goal.figure, goal.met) == ("handover ran to its end", False)
+
+
+def test_a_stack_that_is_cut_off_misses_no_goal_and_leaves_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(suites.SERVED, "handover", [])
+    (tmp_path / "model").mkdir()
+    found = _served("handover", "tiny", tmp_path / "model", tmp_path, 0.01)
+    assert found == {"ended": "after 0 s, unfinished"} and not (tmp_path / "model").exists()
+    assert list(goals({"device": {}, "handover": found})) == []
+
+
+def test_a_device_and_a_side_that_crash_miss_a_goal_and_a_side_that_is_cut_off_does_not() -> None:
+    crashed, cut = {"failed": "exit code 1"}, {"ended": "after 5 s, unfinished"}
+    sides = {training.TINSMITH: {"the rest": crashed}, training.PEFT: {"the rest": cut}}
+    found = list(goals({"device": crashed, "8B": sides}))
+    assert [goal.figure for goal in found] == ["device ran to its end", "8B, tinsmith ran to its end"]
+    assert not any(goal.met for goal in found)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A check of one stack that ends as `line` says: its exit code, its output, and the folders that it was given."""
+
+    code: int
+    out: Path
+    model: Path
+    folder: Path
+
+
+@pytest.fixture
+def served(line: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
+    given: list[Path] = []
+
+    def logged(module: str, *arguments: str, seconds: float) -> list[dict[str, Any]]:
+        if module == "serving":
+            given.extend(map(Path, arguments[-2:]))
+            for log in ("up.log", "data/logs/trainer-0.log"):
+                (given[1] / log).parent.mkdir(parents=True, exist_ok=True)
+                (given[1] / log).write_text(log)
+        return [line if module == "serving" else {}]
+
+    monkeypatch.setattr(check, "_lines", logged)
+    monkeypatch.setattr(check, "_IN_MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(check, "_ROOM_BYTES", 0)
+    monkeypatch.setitem(suites.SERVED, "handover", [])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "memory").mkdir()
+    code = check.main(["--suites", "handover", "--sizes", "--out", str(tmp_path / "out")])
+    return Served(code, tmp_path / "out", *given)
+
+
+@pytest.mark.parametrize("line", [{"rounds": 12, "goals": []}])
+def test_a_model_lies_in_memory_and_the_data_of_its_stack_on_the_disk(served: Served, tmp_path: Path) -> None:
+    assert served.model.is_relative_to(tmp_path / "memory")
+    assert served.folder.is_relative_to(tmp_path / "data" / "bench") and not served.folder.exists()
+    assert (served.code, [path.name for path in served.out.iterdir()]) == (0, ["gpu.json"])
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [({"batch": "the rest", "failed": "exit code 1"}, 1), ({"batch": "the rest", "ended": "after 5 s, unfinished"}, 0)],
+)
+def test_a_stack_that_fails_or_is_cut_off_leaves_its_logs(served: Served, code: int) -> None:
+    logs = {path.name: path.read_text() for path in (served.out / "logs" / "handover").iterdir()}
+    assert logs == {"up.log": "up.log", "trainer-0.log": "data/logs/trainer-0.log"} and served.code == code
+
+
+@pytest.mark.parametrize(
+    ("found", "needed"),
+    [
+        ({"ok": True, "tests": 2, "failed": 0}, False),
+        ({"ok": False, "tests": 2, "failed": 1}, True),
+        ({"ok": False, "tests": 0, "failed": 0}, True),
+        ({"ended": "after 5 s, unfinished"}, True),
+        ({"left out": "needs vllm"}, False),
+    ],
+)
+def test_logs_are_kept_of_a_suite_that_failed_or_did_not_end(found: dict[str, Any], needed: bool) -> None:
+    assert _needs_logs(found) == needed
 
 
 @pytest.fixture
@@ -114,7 +205,7 @@ def test_a_check_that_is_cut_off_leaves_the_figures_of_the_first_side(
 def test_a_side_that_crashes_keeps_its_batches_and_says_how_it_ended(tmp_path: Path) -> None:
     [line] = _lines("training", "tiny", str(tmp_path / "base"), "no such side", seconds=DEADLINE_S)
     assert line == {"batch": "the rest", "failed": "exit code 1"}
-    assert _lines("device", seconds=0.01) == [{"batch": "the rest", "failed": "unfinished after 0 s"}]
+    assert _lines("device", seconds=0.01) == [{"batch": "the rest", "ended": "after 0 s, unfinished"}]
 
 
 def test_a_batch_that_failed_and_a_device_without_a_datasheet_have_no_goal() -> None:

@@ -1,7 +1,8 @@
-"""The bench of sampling measures the samplers' steps, and not the calls of the client."""
+"""A served stack fits on its device, and the bench of sampling measures the samplers' steps, not the client's calls."""
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from app.settings import BaseModelSettings
 from ops.bench import sampling, side
 from ops.bench.bare_sampler import requests
 from ops.bench.report import Outcome
-from ops.gpu_check import serving
+from ops.gpu_check import serving, shapes
 
 
 @pytest.mark.parametrize(("gpu", "tokens"), [(True, 1024), (False, 64)])
@@ -58,3 +59,25 @@ def test_both_sides_draw_as_many_tokens(tmp_path: Path, monkeypatch: pytest.Monk
     base = BaseModelSettings(name="n", path=str(tmp_path))
     figures = sampling.measured(tmp_path, base, 1, 1024).figures
     assert {*given} == {"1024"} and figures["tokens"] == 64 * 1024
+
+
+def test_a_stack_has_a_short_context_and_the_rank_of_its_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For more, vLLM needs more than its share of a GPU. The memory that the model was made in is free by then."""
+    calls: list[Any] = []
+
+    def measured(folder: Path, base: BaseModelSettings) -> Outcome:
+        calls.append((folder.is_dir(), base.path, base.max_context, base.max_rank))
+        return Outcome({"rounds": 1}, ())
+
+    def save(size: str, path: Path, device: torch.device) -> None:
+        path.mkdir()
+        calls.append(size)
+
+    monkeypatch.setattr(shapes, "save", save)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("freed"))
+    monkeypatch.setitem(serving.BENCHES, "handover", measured)
+    serving.main("handover", "8B", str(tmp_path / "model"), str(tmp_path / "data"))
+    assert calls == ["8B", "freed", (True, str(tmp_path / "model"), 4096, 32)]
+    assert json.loads(capsys.readouterr().out) == {"rounds": 1, "goals": []}
