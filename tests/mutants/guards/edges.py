@@ -41,9 +41,16 @@ MUTANTS = (
     Mutant(
         "redispatch: a clock that was set back",
         "workers/maintenance/redispatch.py",
-        "abs(pending.waited_s)",
-        "pending.waited_s",
+        "abs(pending.waited_s) < patience",
+        "pending.waited_s < patience",
         f"{_REDISPATCH}::test_a_clock_that_was_set_back_delays_no_dispatch",
+    ),
+    Mutant(
+        "redispatch: a gap from before the clock was set back",
+        "workers/maintenance/redispatch.py",
+        "waited_s = abs(pending.waited_s)",
+        "waited_s = pending.waited_s",
+        f"{_REDISPATCH}::test_a_gap_is_given_up_although_the_servers_clock_was_set_back_since_it_was_found",
     ),
     # API processes of an earlier version.
     Mutant(
@@ -246,7 +253,7 @@ MUTANTS = (
     Mutant(
         "snapshots: they hold the window",
         "workers/checkpoints/snapshots.py",
-        "return write if window == GradAccumulation() else write_both",
+        "return write if window == GradAccumulation() else Writer(write_both, write.size)",
         "return write",
         f"{_SNAPSHOTS}::test_the_next_owner_knows_which_gradient_is_missing",
     ),
