@@ -138,7 +138,7 @@ def served(line: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(suites.SERVED, "handover", [])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "memory").mkdir()
-    code = check.main(["--suites", "handover", "--sizes", "--out", str(tmp_path / "out")])
+    code = check.main(["--suites", "handover", "--sizes", "--minutes", "600", "--out", str(tmp_path / "out")])
     return Served(code, tmp_path / "out", *given)
 
 
