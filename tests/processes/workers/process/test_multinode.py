@@ -13,15 +13,15 @@ from app.settings import Settings
 from tests.hosts import FIRST, SECOND, install_ssh, write_hostfile
 from workers.process import multinode
 
-# Writes its process id to a file for the test. Then the rank that the argument names does what the argument says.
+# Writes its process id to a file for the test. The rank that the argument names fails once the other has written too.
 PROGRAM = """
 import os, sys, time
 rank, folder, end = os.environ["RANK"], sys.argv[1], sys.argv[2]
 open(f"{folder}/{rank}.part", "w").write(str(os.getpid()))
 os.rename(f"{folder}/{rank}.part", f"{folder}/{rank}")
-if end == rank:
-    sys.exit(7)
-time.sleep(600)
+while end != rank or not os.path.exists(f"{folder}/{1 - int(rank)}"):
+    time.sleep(0.1)
+sys.exit(7)
 """
 
 # Writes what the rank is bound to.

@@ -19,6 +19,7 @@ from app.stores.redis.lifecycle import RedisLifecycle
 from tests.unit.app.api.test_copies import copy, project, saved
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api
+from tests.unit.app.stores.redis.lists import calls
 
 
 def aged(api: Api, namespace: str, ids: list[str]) -> list[str]:
@@ -86,7 +87,6 @@ def test_checkpoints_of_all_runs_come_newest_first_and_without_those_that_expire
 def test_a_list_of_checkpoints_costs_the_same_however_many_others_there_are(
     api: Api, stranger: Api, state_url: str
 ) -> None:
-    """Commands within scripts count."""
     model = api.model()
     save_checkpoint(api, model)
     theirs = stranger.model()
@@ -95,9 +95,9 @@ def test_a_list_of_checkpoints_costs_the_same_however_many_others_there_are(
     with connect(state_url) as client:
 
         def commands(route: str) -> int:
-            before = sum(said["calls"] for said in client.info("commandstats").values())
+            before = calls(client)
             assert len(api.get(route).json["checkpoints"]) == 1
-            return sum(said["calls"] for said in client.info("commandstats").values()) - before
+            return calls(client) - before
 
         alone = [commands(route) for route in routes]
         found = api.services.records.get("checkpoints", save_checkpoint(stranger, theirs))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import redis
@@ -14,6 +12,7 @@ from app.settings import EngineSettings
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Record
+from tests.unit.app.stores.redis.lists import calls, earlier_version
 
 LISTS = "tinsmith:checkpoints_of:"
 SESSIONS = ("s0", "s1")
@@ -37,25 +36,10 @@ def put(stored: RedisRecords, name: object, owner: str = "me", size: int = 10) -
     return path("s0", name)
 
 
-@contextmanager
-def earlier_version(client: redis.Redis) -> Iterator[None]:
-    """A process of a version without the lists: it leaves everything that this version leaves, but the lists."""
-    lists = {key: client.smembers(key) for key in client.scan_iter(f"{LISTS}*")}
-    yield
-    for key in [*client.scan_iter(f"{LISTS}*")]:
-        client.delete(key)
-    for key, members in lists.items():
-        client.sadd(key, *members)
-
-
 def owned(stored: RedisRecords, *projects: str) -> dict[str, Record]:
     """The checkpoints that a look at all of them finds."""
     found = stored.list("checkpoints")
     return {path: fields for path, fields in found if load(Checkpoint, fields).owner in projects}
-
-
-def calls(client: redis.Redis) -> int:
-    return sum(said["calls"] for said in client.info("commandstats").values())
 
 
 def listing(client: redis.Redis, stored: RedisRecords, *projects: str) -> int:
@@ -100,7 +84,7 @@ def test_lists_are_complete_after_any_history_of_this_and_an_earlier_version(cli
 
     for _ in range(150):
         if chance.random() < 0.3:
-            with earlier_version(client):
+            with earlier_version(client, [f"{LISTS}*"]):
                 change()
         else:
             change()
@@ -112,7 +96,7 @@ def test_lists_are_complete_after_any_history_of_this_and_an_earlier_version(cli
 @pytest.mark.parametrize("gone", ["deleted", "somebody else's"])
 def test_a_save_of_an_earlier_version_in_place_of_one_of_the_same_size_is_listed(client, stored, gone):
     first = put(stored, "first")
-    with earlier_version(client):
+    with earlier_version(client, [f"{LISTS}*"]):
         if gone == "deleted":
             stored.delete("checkpoints", first)
         else:
@@ -124,7 +108,7 @@ def test_a_save_of_an_earlier_version_in_place_of_one_of_the_same_size_is_listed
 
 @pytest.mark.parametrize("sums", [True, False], ids=["with sums", "without sums"])
 def test_the_first_listing_of_an_earlier_versions_data_makes_the_lists(client, stored, sums):
-    with earlier_version(client):
+    with earlier_version(client, [f"{LISTS}*"]):
         for name in range(20):
             put(stored, name, ("me", "other")[name % 2])
     if not sums:
@@ -136,7 +120,7 @@ def test_the_first_listing_of_an_earlier_versions_data_makes_the_lists(client, s
 
 
 def test_a_wrong_list_is_no_hindrance_while_the_server_takes_no_writes(client, stored):
-    with earlier_version(client):
+    with earlier_version(client, [f"{LISTS}*"]):
         put(stored, "a")
     client.config_set("min-replicas-to-write", 1)
     try:
