@@ -152,7 +152,7 @@ class AdmissionService:
 
     def refuse(self, model_id: str, seq: int, caller: Caller, reason: str, kind: RefusalKind) -> None:
         """Consumes the seq of a call that got a final 4xx, so that later calls do not wait for it. Does nothing if the
-        caller was not allowed to make the call."""
+        caller was not allowed to make the call. Raises Unavailable while the state server has no room."""
         try:
             model = load_owned(self._records, Model, model_id, caller)
         except (NotFound, Forbidden):

@@ -43,6 +43,8 @@ _REFUSALS = {
     "2, 3, ... without leaving any out, and send the missing ones first",
 }
 
+# The journal holds a reason twice, and once more in each Op that it fails. A client's text in it may have megabytes.
+_LONGEST_REASON = 1_000
 _RESTORES_S = 3600
 # A restore holds so much of the journal at once.
 _AT_ONCE, _AT_ONCE_BYTES = 32, 4 * 2**20
@@ -99,9 +101,12 @@ class RedisOpLog(RedisFutures):
 
         Returns False, without a change, when the seq is already taken or leaves too many earlier ones missing. If a
         gradient is lost thereby (any kind but "skip"), Ops that already wait after it, up to and including the next
-        optim_step, fail with `reason`.
+        optim_step, fail with `reason`. A long reason is cut.
+
+        Raises Unavailable, unless later Ops wait only for this seq, while there is no room or when the refused call
+        1024 seqs before still waits for a worker. It is consumed then when the client sends it again.
         """
-        return bool(self._run("refuse", model_id, seq, reason, kind))
+        return bool(self._run("refuse", model_id, seq, reason[:_LONGEST_REASON], kind))
 
     def acquire(self, model_id: str, worker: str) -> Lease | OwnedElsewhere:
         """Takes the lease on the model, unless another live node has it; an earlier process of the same node is

@@ -134,8 +134,8 @@ end
 
 return content.answered(admit())
 
--- script: refuse
--- needs: doom, is_far, now_ms, train_queue
+-- script: refuse flags=allow-oom
+-- needs: doom, is_far, no_room, now_ms, train_queue
 -- Consume a seq that will never run. If that loses a gradient, doom the Ops behind it, up to the next optim_step.
 -- ARGV: model id, seq, reason, kind to journal (skip | lost_batch | drop_gradients).
 -- Returns 1, or 0 when the seq is taken, or when too many seqs before it are missing.
@@ -146,12 +146,33 @@ if is_far(model, tonumber(applied), seq) then return 0 end
 if redis.call('HEXISTS', 'tinsmith:models:' .. model, 'ended') == 1 then return 0 end
 local request = model .. ':' .. ARGV[2]
 if redis.call('EXISTS', 'tinsmith:op:' .. request) == 1 then return 0 end
+
+-- No limit counts refused calls, and a client may send them without end. A model keeps the notes of the last ones, and
+-- takes so many in a row ahead of its worker.
+local MOST_REFUSED = 1024
+local journal = 'tinsmith:journal:' .. model
+local former = 'tinsmith:future:' .. model .. ':' .. (seq - MOST_REFUSED)
+local is_kept = redis.call('HEXISTS', former, 'refused') == 1
+local is_waiting = is_kept and seq - MOST_REFUSED > tonumber(applied)
+
+-- If later Ops wait only for this seq, its record lets them run, and so frees memory.
+local function is_awaited()
+  return redis.call('ZCOUNT', journal, '(' .. applied, '(' .. seq) == seq - applied - 1
+         and redis.call('ZCOUNT', journal, '(' .. seq, '+inf') > 0
+end
+
+local refusal = no_room(0)
+if is_waiting then
+  refusal = redis.error_reply('FULL ' .. MOST_REFUSED .. ' refused calls of this model wait for a worker')
+end
+if refusal and not is_awaited() then return refusal end
+if is_kept and not is_waiting then redis.call('DEL', former) end  -- `admit` finds its seq consumed
 if ARGV[4] ~= 'skip' then doom(model, seq, reason) end
 local now = now_ms()
 redis.call('HSET', 'tinsmith:op:' .. request, 'kind', ARGV[4], 'attempts', 0, 'admitted', now,
            'doomed', reason)
 redis.call('HSET', 'tinsmith:future:' .. request, 'refused', reason)
-redis.call('ZADD', 'tinsmith:journal:' .. model, seq, seq)
+redis.call('ZADD', journal, seq, seq)
 redis.call('ZADD', 'tinsmith:pending', 'NX', now, model)
 redis.call('HSET', 'tinsmith:pending_queue', model, train_queue(model))
 return 1

@@ -6,7 +6,7 @@ import pytest
 
 from app.domain.records import Model
 from app.domain.results import Result
-from app.errors import BadRequest
+from app.errors import BadRequest, Unavailable
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
@@ -16,7 +16,7 @@ from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import dump
 from tests.unit.app.stores.redis.journal_steps import MODEL, admit, own
 
-MOST_MISSING = 1024
+MOST_MISSING = MOST_REFUSED = 1024
 LONG, TRIMMED, DOOMED = 2_100, 50, 200
 
 
@@ -40,6 +40,51 @@ def test_a_refused_call_that_leaves_too_many_others_missing_stores_nothing(oplog
         assert not oplog.refuse(MODEL, seq, "why", "lost_batch")
     assert size(client) == before
     assert oplog.refuse(MODEL, MOST_MISSING + 1, "why", "lost_batch")
+
+
+def notes(client) -> int:
+    return sum(client.hexists(key, "refused") for key in client.scan_iter(keys.future("*"), count=10_000))
+
+
+def test_a_model_keeps_the_notes_of_its_last_refused_calls_only(oplog, client):
+    admit(oplog, 0)
+    lease = own(oplog)
+    oplog.commit(lease, 0, Result(b"{}"))
+    for seq in range(1, MOST_REFUSED + 11):
+        assert oplog.refuse(MODEL, seq, "why", "lost_batch")
+        oplog.commit(lease, seq, Result(b"{}"))
+    assert notes(client) == MOST_REFUSED
+    with pytest.raises(BadRequest, match="seq_id 11 was refused: why"):
+        admit(oplog, 11)
+    with pytest.raises(BadRequest, match="seq_id 10 of this model was used before"):
+        admit(oplog, 10)
+    assert oplog.outcome(f"{MODEL}:0"), "the future of a call that ran stays"
+
+
+def test_few_refused_calls_wait_for_a_worker_unless_others_wait_behind_them(oplog, client):
+    assert all(oplog.refuse(MODEL, seq, "why", "lost_batch") for seq in range(MOST_REFUSED))
+    for seq in range(MOST_REFUSED, MOST_REFUSED + 3):
+        with pytest.raises(Unavailable, match="1024 refused calls of this model wait"):
+            oplog.refuse(MODEL, seq, "why", "lost_batch")
+    assert (ops_left(client), notes(client)) == (MOST_REFUSED, MOST_REFUSED)
+    admit(oplog, MOST_REFUSED + 2, "optim_step")
+    with pytest.raises(Unavailable):  # the Op waits for another one too
+        oplog.refuse(MODEL, MOST_REFUSED + 1, "why", "lost_batch")
+    assert oplog.refuse(MODEL, MOST_REFUSED, "why", "lost_batch")
+    with pytest.raises(BadRequest, match="seq_id 0 was refused: why"):
+        admit(oplog, 0)
+    oplog.commit(own(oplog), 0, Result(b"{}"))
+    assert oplog.refuse(MODEL, MOST_REFUSED + 1, "why", "lost_batch")
+    with pytest.raises(Unavailable):
+        oplog.refuse(MODEL, MOST_REFUSED + 3, "why", "lost_batch")
+
+
+def test_the_reason_of_a_refused_call_is_kept_cut(oplog, client):
+    admit(oplog, 1)
+    assert oplog.refuse(MODEL, 0, "long " * 10**5, "lost_batch")
+    assert len(oplog.entry(MODEL, 1).doomed) == 1000
+    held = [key for seq in (0, 1) for key in (keys.op(f"{MODEL}:{seq}"), keys.future(f"{MODEL}:{seq}"))]
+    assert all(client.memory_usage(key) < 3000 for key in held)
 
 
 def test_the_parts_of_a_large_call_may_come_before_its_first_part(oplog):

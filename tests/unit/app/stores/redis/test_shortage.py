@@ -39,6 +39,43 @@ def test_no_new_call_is_admitted_while_a_disk_is_nearly_full(oplog: RedisOpLog, 
     assert admit(oplog, 3)
 
 
+def test_a_refused_call_stores_nothing_without_room_and_no_step_runs_on_part_of_its_gradients(
+    oplog: RedisOpLog, client: redis.Redis
+):
+    admit(oplog, 0)
+    oplog.take_none("the disk is nearly full", 3600.0)
+    before = client.dbsize()
+    for seq in (1, 2):
+        with pytest.raises(Unavailable, match="the disk is nearly full"):
+            oplog.refuse(MODEL, seq, "too long", "lost_batch")
+    assert client.dbsize() == before
+    client.delete(keys.SHORTAGE)
+    oplog.admit(MODEL, 3, "optim_step", b"step", "digest 3")
+    oplog.take_none("the disk is nearly full", 3600.0)
+    with pytest.raises(Unavailable):  # the step waits for another call too
+        oplog.refuse(MODEL, 2, "too long", "lost_batch")
+    for seq in (1, 2):
+        assert oplog.refuse(MODEL, seq, "it never came", "drop_gradients"), "the gap is given up"
+    assert oplog.entry(MODEL, 3).doomed == "it never came"
+
+
+def test_a_refused_call_is_noted_in_a_full_memory_only_if_others_wait_for_it(oplog: RedisOpLog, client: redis.Redis):
+    admit(oplog, 2)
+    client.config_set("maxmemory", 1)
+    try:
+        for seq in (1, 3):
+            with pytest.raises(Unavailable):
+                oplog.refuse(MODEL, seq, "too long", "lost_batch")
+        for seq in (0, 1):
+            assert oplog.refuse(MODEL, seq, "too long", "lost_batch")
+        with pytest.raises(Unavailable):
+            oplog.refuse(MODEL, 3, "too long", "lost_batch")
+    finally:
+        client.config_set("maxmemory", MAX_MEMORY)
+    assert [oplog.entry(MODEL, seq).kind for seq in (0, 1, 2)] == ["lost_batch", "lost_batch", "forward_backward"]
+    assert oplog.entry(MODEL, 2).doomed == "too long"
+
+
 def test_what_keeps_sessions_and_refusals_going_is_noted_in_a_full_memory(oplog: RedisOpLog, client: redis.Redis):
     lifecycle = RedisLifecycle(client, EngineSettings(orphan_s=0.001))
     client.config_set("maxmemory", 1)
