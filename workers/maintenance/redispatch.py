@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import redis
 
 from app import ids
 from app.settings import EngineSettings
@@ -25,6 +28,12 @@ _RUNNING_FACTOR = 6
 _AWAITED_S = 3.0
 # A message that was not lost but waits in a long queue must not be duplicated every few seconds.
 _LONGEST_PATIENCE_S = 60.0
+# A queue gets no message again while it holds this many, and two for each model or request that waits for it: perhaps
+# nobody reads it, and it must not fill the broker. A lost message is still sent again. Beside a message for each other
+# model there is always room. And a queue that is read gets shorter, as a message whose call has ended takes no time;
+# meanwhile a trainer also runs calls whose messages it has not read.
+_LONGEST_QUEUE = 1_000
+_MESSAGES_EACH = 2
 # Seqs given up in one round. A client that leaves out millions waits longer, instead of everybody else.
 _GAP_MOST = 1_000
 
@@ -40,16 +49,26 @@ class LastDispatch:
 
 
 class Redispatcher:
-    """The redispatch task. `send(kind, request id, parent id, queue)` dispatches a request."""
+    """The redispatch task. `send(kind, request id, parent id, queue)` dispatches a request, to a queue in `broker`."""
 
-    def __init__(self, oplog: RedisOpLog, send: Callable[[str, str, str, str], None], settings: EngineSettings) -> None:
-        self._oplog, self._send, self._settings = oplog, send, settings
+    def __init__(
+        self,
+        oplog: RedisOpLog,
+        send: Callable[[str, str, str, str], None],
+        settings: EngineSettings,
+        broker: redis.Redis,
+    ) -> None:
+        self._oplog, self._send, self._settings, self._broker = oplog, send, settings, broker
         self._last: dict[str, LastDispatch] = {}
+        self._room: dict[str, int] = {}
+        """The messages that each queue may still get in this round."""
 
     def sweep(self) -> None:
         now, taken_s = time.monotonic(), self._oplog.calls_taken_s()
         alive, throttled_queues = set(), set()
-        for pending in self._waiting():
+        waiting = list(self._waiting())
+        self._room = self._room_in_queues(waiting)
+        for pending in waiting:
             alive.add(pending.id)
             if pending.throttled:
                 throttled_queues.add(pending.queue)
@@ -70,6 +89,24 @@ class Redispatcher:
             if len(found) < _SLICE:
                 return
 
+    def _room_in_queues(self, waiting: Sequence[Pending]) -> dict[str, int]:
+        numbers = Counter(pending.queue for pending in waiting if pending.kinds and not pending.throttled)
+        lengths = self._lengths(list(numbers))
+        return {
+            queue: max(_LONGEST_QUEUE, _MESSAGES_EACH * number) - length
+            for (queue, number), length in zip(numbers.items(), lengths, strict=True)
+        }
+
+    def _lengths(self, queues: Sequence[str]) -> Sequence[int]:
+        """The messages in each queue; 0 while the broker is away. No message has a priority, so a queue is one list."""
+        try:
+            with self._broker.pipeline(transaction=False) as pipe:
+                for queue in queues:
+                    pipe.llen(queue)
+                return [int(length) for length in pipe.execute()]
+        except (redis.RedisError, OSError):
+            return [0] * len(queues)
+
     def _redispatch(self, pending: Pending, now: float) -> None:
         """Dispatches all waiting requests of `pending` again: one lost dispatch, or a lost broker, may leave all of
         them."""
@@ -85,10 +122,13 @@ class Redispatcher:
             return
         else:
             patience = min(2 * last.patience, _LONGEST_PATIENCE_S * factor)
+        if self._room[pending.queue] <= 0:
+            return
         self._last[pending.id] = LastDispatch(now, patience, pending.seq, pending.running)
         log.info("dispatching again", extra={"request_id": pending.id, "seq": pending.seq})
         for kind, request_id, parent_id in self._futures(pending):
             self._send(kind, request_id, parent_id, pending.queue)
+            self._room[pending.queue] -= 1
 
     def _futures(self, pending: Pending) -> Iterator[tuple[str, str, str]]:
         """(kind, request id, parent id) of each waiting request."""

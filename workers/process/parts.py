@@ -141,7 +141,9 @@ class Serving(Generic[Backend]):
 def sweeper(parts: Parts) -> Sweeper:
     teardown = Teardown(parts.lifecycle, parts.records, parts.store, parts.dispatcher.wake)
     tasks: dict[str, MaintenanceTask] = {
-        "ringing": Redispatcher(parts.oplog, parts.dispatcher.send, parts.settings.engine),
+        "ringing": Redispatcher(
+            parts.oplog, parts.dispatcher.send, parts.settings.engine, connect(parts.celery.conf.broker_url)
+        ),
         "sessions": SessionExpiry(
             parts.oplog, parts.lifecycle, parts.records, teardown, parts.settings.engine.session_s
         ),

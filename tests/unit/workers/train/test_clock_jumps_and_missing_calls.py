@@ -73,7 +73,9 @@ def waiting_at_a_gap(world: TrainerWorld) -> Process:
 
 def give_up(world: TrainerWorld, gap_s: float, until: int) -> None:
     """Sweeps until seq `until` is given up."""
-    redispatcher = Redispatcher(world.oplog, lambda *send: None, EngineSettings(gap_s=gap_s, ring_again_s=1e9))
+    redispatcher = Redispatcher(
+        world.oplog, lambda *send: None, EngineSettings(gap_s=gap_s, ring_again_s=1e9), world.client
+    )
     world.oplog.take_calls(600)
     deadline = time.monotonic() + 60
     while world.oplog.entry(MODEL, until) is None:
@@ -84,7 +86,7 @@ def give_up(world: TrainerWorld, gap_s: float, until: int) -> None:
 
 def test_a_call_that_is_withheld_and_then_comes_closes_its_gap(world: TrainerWorld):
     trainer = waiting_at_a_gap(world)
-    Redispatcher(world.oplog, lambda *send: None, EngineSettings(gap_s=1e9)).sweep()
+    Redispatcher(world.oplog, lambda *send: None, EngineSettings(gap_s=1e9), world.client).sweep()
     world.admit(2, backward(2))
     trainer.send(2)
     assert trainer.dispatched == [f"{MODEL}:4", f"{MODEL}:5"]
