@@ -83,6 +83,8 @@ class TrainingRunner:
         not wait for a save."""
         seq = int(request_id.rpartition(":")[2])
         try:
+            if self._owner.resident(model_id) is None and self._retry_backoff.holds_back(model_id):
+                return self._hold_back(request_id, model_id, kind)
             return self._result_with_gpu(request_id, model_id, seq, kind, may_run_others=may_run_others)
         except (NotFound, Gone):
             self._retry_backoff.forget(model_id)
@@ -102,6 +104,18 @@ class TrainingRunner:
             # Otherwise the lease would go on telling the redispatch task that the Op runs here.
             self._owner.discard(model_id)
             raise
+
+    def _hold_back(self, request_id: str, model_id: str, kind: str) -> Result:
+        """Handles a dispatch of a model that backs off, without a restore: it may take seconds, and all other models
+        wait meanwhile. Raises Unavailable unless the Op has ended elsewhere."""
+        elsewhere = self._owner.elsewhere(model_id)
+        if elsewhere is not None:
+            raise self._forwarded(elsewhere, request_id, model_id, kind)
+        result = self._oplog.outcome(request_id)
+        if result is None:
+            raise Unavailable(f"{model_id} is not here, and its next try is not due")
+        self._retry_backoff.advanced(model_id)
+        return result
 
     def _result_with_gpu(
         self, request_id: str, model_id: str, seq: int, kind: str, *, may_run_others: bool
@@ -181,10 +195,13 @@ class TrainingRunner:
     def _own(self, model_id: str, request_id: str, kind: str) -> Resident:
         resident = self._owner.own(model_id)
         if isinstance(resident, OwnedElsewhere):
-            self._retry_backoff.forget(model_id)
-            self._send(kind, request_id, model_id, dispatch.direct_queue(self._queue, resident.node))
-            raise Requeue(f"{model_id} is owned by {resident.node}")
+            raise self._forwarded(resident, request_id, model_id, kind)
         return resident
+
+    def _forwarded(self, owner: OwnedElsewhere, request_id: str, model_id: str, kind: str) -> Requeue:
+        self._retry_backoff.forget(model_id)
+        self._send(kind, request_id, model_id, dispatch.direct_queue(self._queue, owner.node))
+        return Requeue(f"{model_id} is owned by {owner.node}")
 
     def _serve(self, model_id: str, seq: int, kind: str) -> None:
         """Gives another model its turn. Errors there are handled as if its own dispatch had arrived."""
@@ -204,7 +221,15 @@ class TrainingRunner:
         try:
             return self._committer.run(group)
         finally:
-            self._scheduler.charge([op.entry for op in group], time.monotonic() - started)
+            self._charge(group, time.monotonic() - started)
+
+    def _charge(self, group: Sequence[StartedOp], seconds: float) -> None:
+        """Charges a pass. Raises nothing: an error here would hide that of the pass, after which a state may have to
+        go."""
+        try:
+            self._scheduler.charge([op.entry for op in group], seconds)
+        except Exception:
+            log.exception("could not charge a pass to its projects")
 
     def _begin(self, head: NextOp) -> StartedOp | None:
         """Begins an Op that shares a pass. Returns None when its model was lost meanwhile, or when only a newer worker

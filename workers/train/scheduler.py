@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app import ids
 from app.domain.ops import FORWARD, FORWARD_BACKWARD, OptimStep, SaveWeights
@@ -218,6 +218,7 @@ class RunAhead:
 class _Pause:
     due: float
     seconds: float
+    lets_pass: bool
 
 
 class RetryBackoff:
@@ -238,12 +239,19 @@ class RetryBackoff:
     def retry_later(self, model_id: str, seq: int, kind: str) -> None:
         """Keeps an Op until the model has advanced. Meanwhile the model backs off, for longer after each retry."""
         self.add(model_id, seq, kind)
-        if not self.is_backing_off(model_id):
+        if self.is_backing_off(model_id):
+            self._pauses[model_id] = replace(self._pauses[model_id], lets_pass=False)
+        else:
             self._pause(model_id)
 
     def is_backing_off(self, model_id: str) -> bool:
         """True during a pause. Afterwards the scheduler may retry the model, before `retry_due` dispatches it."""
         return self.was_put_off(model_id) and time.monotonic() < self._pauses[model_id].due
+
+    def holds_back(self, model_id: str) -> bool:
+        """True if a dispatch of the model must not restore it now. A pause that `retry_due` began lets dispatches pass
+        until one of them has failed."""
+        return self.is_backing_off(model_id) and not self._pauses[model_id].lets_pass
 
     def was_put_off(self, model_id: str) -> bool:
         """True until the model has advanced, also while it is retried."""
@@ -264,15 +272,15 @@ class RetryBackoff:
         """Dispatches the first Op of each model whose pause is over; the others follow it."""
         for model_id in list(self._pauses):
             if not self.is_backing_off(model_id):
-                self._pause(model_id)
+                self._pause(model_id, lets_pass=True)
                 seq = min(self._kinds[model_id])
                 self._send_for(model_id, seq, self._kinds[model_id][seq])
 
-    def _pause(self, model_id: str) -> None:
+    def _pause(self, model_id: str, *, lets_pass: bool = False) -> None:
         """Begins the model's first pause, or a longer one."""
         last = self._pauses.get(model_id)
         seconds = min(2 * last.seconds, _LONGEST_PAUSE_S) if last else _FIRST_PAUSE_S
-        self._pauses[model_id] = _Pause(time.monotonic() + seconds, seconds)
+        self._pauses[model_id] = _Pause(time.monotonic() + seconds, seconds, lets_pass)
 
     def _send_for(self, model_id: str, seq: int, kind: str) -> None:
         self._send(kind, ids.request_id(model_id, seq), model_id, self._queue)

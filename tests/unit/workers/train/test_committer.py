@@ -83,8 +83,9 @@ def test_a_name_that_is_taken_fails_the_save_alone(world: World, store: GatedSto
 
 
 def test_a_store_that_is_away_costs_what_ran_ahead_no_attempt_and_no_bit(
-    world: World, store: GatedStore, dispatch: Dispatch
+    world: World, store: GatedStore, dispatch: Dispatch, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("workers.train.scheduler._FIRST_PAUSE_S", 0.0)
     worker = world.worker("a/1", store=store)
     admit(world, *step(0), SAVE, *step(1))
     ran = Ran(worker)

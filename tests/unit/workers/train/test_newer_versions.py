@@ -50,8 +50,13 @@ def old(world: World) -> Worker:
 
 @newer_version.WAYS
 def test_a_newer_op_is_left_without_an_attempt_and_its_model_free_for_a_newer_worker(
-    world: World, old: Worker, write: Callable[[OptimStep], bytes], caplog: pytest.LogCaptureFixture
+    world: World,
+    old: Worker,
+    write: Callable[[OptimStep], bytes],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    monkeypatch.setattr("workers.train.scheduler._FIRST_PAUSE_S", 0.0)
     request = journal(world, 2, write(STEP))
     for _ in range(5):  # more often than an Op has attempts
         with pytest.raises(Requeue, match="version"):
@@ -107,6 +112,7 @@ def test_what_ran_before_it_is_committed(world: World, old: Worker):
 def test_a_replay_that_comes_upon_a_newer_op_leaves_the_model_to_a_newer_worker(
     world: World, old: Worker, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("workers.train.scheduler._FIRST_PAUSE_S", 0.0)
     journal(world, 2, newer_version.encode(STEP))
     old.drain.release()
     with monkeypatch.context() as upgraded:
@@ -161,7 +167,7 @@ def test_the_sweeper_dispatches_it_to_the_queue_that_every_worker_reads(world: W
         old.handle(2, OptimStep.kind)
     world.client.zadd(keys.PENDING, {MODEL: 0})
     dispatched: list[tuple[str, ...]] = []
-    Redispatcher(world.oplog, lambda *send: dispatched.append(send), world.settings).sweep()
+    Redispatcher(world.oplog, lambda *send: dispatched.append(send), world.settings, world.client).sweep()
     assert dispatched == [(OptimStep.kind, request, MODEL, f"train.{BASE}")]
 
 

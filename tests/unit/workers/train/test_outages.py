@@ -39,7 +39,10 @@ class CutOff:
 
 
 @pytest.mark.parametrize("lives", [True, False])
-def test_an_op_is_given_up_only_when_those_that_tried_it_are_dead(world: World, valkey: str, lives: bool):
+def test_an_op_is_given_up_only_when_those_that_tried_it_are_dead(
+    world: World, valkey: str, monkeypatch: pytest.MonkeyPatch, lives: bool
+):
+    monkeypatch.setattr("workers.train.scheduler._FIRST_PAUSE_S", 0.0)
     world.worker("a/1").handle(0)
     request = world.admit(1, step()[0])
     world.client.hset(keys.op(request), "attempts", MAX_ATTEMPTS - 1)

@@ -93,6 +93,22 @@ def test_only_the_first_of_what_was_put_off_is_dispatched_and_the_rest_behind_it
     assert len(dispatched) == 4
 
 
+def test_during_a_pause_dispatches_are_held_back_until_the_model_is_due_and_then_until_one_has_failed(
+    waiting: RetryBackoff, clock: list[float]
+):
+    assert not waiting.holds_back(MODEL)
+    for pause in (2.0, 4.0, 8.0):
+        waiting.retry_later(MODEL, 5, "forward")
+        assert waiting.holds_back(MODEL)
+        clock[0] += pause
+        assert not waiting.holds_back(MODEL)
+        waiting.retry_due()
+        assert not waiting.holds_back(MODEL), "the dispatch of the retry has to pass"
+    waiting.advanced(MODEL)
+    waiting.retry_later(MODEL, 6, "forward")
+    assert waiting.holds_back(MODEL), "a model that has advanced begins anew"
+
+
 def test_a_model_that_went_elsewhere_is_dispatched_no_more(
     waiting: RetryBackoff, dispatched: list[Dispatch], clock: list[float]
 ):

@@ -272,7 +272,10 @@ def store(world: World) -> FarStore:
     return FarStore(world.folder / "objects", "secret", "http://x")
 
 
-def test_a_save_waits_for_a_store_that_is_away_however_long_and_then_succeeds(world: World, store: FarStore):
+def test_a_save_waits_for_a_store_that_is_away_however_long_and_then_succeeds(
+    world: World, store: FarStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("workers.train.scheduler._FIRST_PAUSE_S", 0.0)
     expected = undisturbed(world, [0])
     for seq, op in enumerate([*step(0), SaveWeights("weights", "kept"), PROBE], 1):
         world.admit(seq, op)
@@ -291,7 +294,10 @@ def test_a_save_waits_for_a_store_that_is_away_however_long_and_then_succeeds(wo
     assert looked is not None and logprob_bytes(looked.body) == expected
 
 
-def test_a_model_whose_snapshot_cannot_be_fetched_now_is_brought_back_later(world: World, store: FarStore):
+def test_a_model_whose_snapshot_cannot_be_fetched_now_is_brought_back_later(
+    world: World, store: FarStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("workers.train.scheduler._FIRST_PAUSE_S", 0.0)
     expected = undisturbed(world, [0, 1])
     first = world.worker("a/1", share=math.inf, store=store)
     for seq, op in enumerate([*step(0), *step(1)], 1):

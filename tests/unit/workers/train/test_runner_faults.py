@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import redis
@@ -10,13 +11,14 @@ import redis
 from app.domain.ops import ForwardBackward, SaveWeights
 from app.domain.records import Model
 from app.domain.results import Result
-from app.errors import NotFound, Requeue
+from app.errors import NotFound, Requeue, Unavailable
 from app.stores.redis import keys, payloads
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.payloads import Staging
 from app.stores.redis.types import Lease
 from tests.unit.workers.conftest import BASE, MODEL, Ended, Worker, World, logprob_bytes, probe, step, undisturbed
 from tests.unit.workers.train.saves import admit
+from workers.train import scheduler
 
 
 class Dead(BaseException):
@@ -185,6 +187,28 @@ def test_an_op_whose_commit_is_in_doubt_is_dispatched_again_at_once(world: World
     assert not worker.owner.residents()
 
 
+def test_a_state_whose_commit_is_in_doubt_is_discarded_though_its_pass_cannot_be_charged(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    world.admit(1, step()[0])
+
+    def away(*_: object) -> None:
+        raise redis.ConnectionError("away")
+
+    def unknown(project: str) -> float:
+        raise TypeError("a limit of a later version")
+
+    monkeypatch.setattr(worker.runner._scheduler._fair_queue, "_weight_of", unknown)
+    with monkeypatch.context() as outage:
+        outage.setattr(worker.runner._oplog, "commit", away)
+        with pytest.raises(Requeue, match="may or may not have happened"):
+            worker.handle(1)
+    assert not worker.owner.residents()
+    assert worker.handle(1) is not None
+
+
 def test_a_gradient_whose_result_lapsed_before_its_commit_counts_once(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(payloads, "PIECE_BYTES", 64)
     monkeypatch.setattr(world.oplog, "_large", 0)
@@ -235,6 +259,54 @@ def test_a_snapshot_that_was_replaced_while_it_was_fetched_is_not_lost(
     assert isinstance(lease, Lease)
     replay_due.oplog.next(lease, 2)
     assert replay_due.client.hget(keys.op(f"{MODEL}:2"), "attempts") == b"0", "nobody died"
+
+
+def test_a_model_that_cannot_be_restored_is_tried_once_in_a_pause_and_none_of_its_calls_is_lost(
+    replay_due: World, monkeypatch: pytest.MonkeyPatch
+):
+    now = [1000.0]
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for seq in (3, 4):
+        replay_due.admit(seq, step()[0])
+    worker, tries = replay_due.worker("b/1"), list[str]()
+
+    def away(lease: Lease) -> None:
+        tries.append(lease.model_id)
+        raise Unavailable("the object store is away")
+
+    def arrive() -> None:
+        for seq in (3, 2, 4):
+            with pytest.raises(Requeue):
+                worker.handle(seq)
+            assert not replay_due.client.exists(keys.lease(MODEL)), "another worker may be nearer to the store"
+
+    def retry() -> list[str]:
+        worker.dispatched.clear()
+        worker.retry_backoff.retry_due()
+        return [request_id for _, request_id, _ in worker.dispatched]
+
+    with monkeypatch.context() as outage:
+        outage.setattr(worker.owner, "_restore", away)
+        arrive()
+        assert len(tries) == 1
+        for failed, pause in enumerate([2.0, 4.0], 2):
+            now[0] += pause
+            assert retry() == [f"{MODEL}:2"]
+            arrive()
+            assert len(tries) == failed, "its retry alone is tried"
+    now[0] += 8.0
+    assert retry() == [f"{MODEL}:2"]
+    worker.handle(2, "optim_step")
+    assert [request_id for _, request_id, _ in worker.dispatched[1:]] == [f"{MODEL}:{seq}" for seq in (2, 3, 4)]
+
+
+def test_a_model_that_is_here_is_not_held_back(world: World):
+    """Its calls need no restore, and a save that was put off delays nobody else."""
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    world.admit(1, step()[0])
+    worker.retry_backoff.retry_later(MODEL, 1, "forward_backward")
+    assert worker.handle(1) is not None
 
 
 @pytest.mark.parametrize("ended", [True, False])
