@@ -32,7 +32,9 @@ def prepare() -> Callable[[int], Samples]:
     from vllm.lora.request import LoRARequest
 
     config = AutoConfig.from_pretrained(settings.path)
-    engine = LLM(**vllm_engine.engine_args(settings, config.max_position_embeddings, settings.dtype))
+    engine = LLM(
+        **vllm_engine.engine_args(settings, settings.max_context or config.max_position_embeddings, settings.dtype)
+    )
     folder = Path(tempfile.mkdtemp(prefix="tinsmith-bench-"))
     adapter = LoRARequest("a0", 1, str(write_adapters(settings.path, folder)["a0"]))
     asked = requests(config.vocab_size, int(sys.argv[2]))

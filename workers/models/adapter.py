@@ -23,11 +23,13 @@ SCORE = "score"
 """The name that transformers gives to the head of a sequence classifier. PEFT keeps this head beside the adapter, under
 the same name."""
 SCORE_KEY = f"{KEY_PREFIX}{SCORE}.weight"
+Segments = Sequence[tuple["Adapter | None", int]]
+"""Consecutive rows of a pass by adapter: (adapter, number of rows). None is the base alone."""
 # Linears of one module that read the same input.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # In the flat tensor each matrix begins at a multiple of 64 elements. torch aligns its own tensors too, and the results
 # of some kernels depend on it.
-_ROW = 64
+_ALIGNMENT = 64
 # Each rank of a trainer owns some of the pieces. The pieces do not depend on the ranks, so a norm has the same bits.
 _PIECES = 16
 
@@ -39,7 +41,7 @@ class Layout:
         """`shapes`: those of the matrices, in the order in which they lie."""
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         sizes = [prod(shape) for shape in shapes.values()]
-        *self._starts, self.length = accumulate((size + -size % _ROW for size in sizes), initial=0)
+        *self._starts, self.length = accumulate((size + -size % _ALIGNMENT for size in sizes), initial=0)
 
     def parts(self, flat: Tensor) -> dict[str, Tensor]:
         """Returns the matrices by their names; they are views of `flat` [length], which is not a view itself."""
@@ -62,7 +64,7 @@ class Layout:
 
 def pieces(flat: Tensor) -> dict[str, Tensor]:
     """Returns up to 16 consecutive pieces of a flat tensor by their numbers, [n, 64] each; they are views."""
-    return {str(number): piece for number, piece in enumerate(torch.chunk(flat.view(-1, _ROW), _PIECES))}
+    return {str(number): piece for number, piece in enumerate(torch.chunk(flat.view(-1, _ALIGNMENT), _PIECES))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ class Adapter:
     def _width(self) -> int:
         """The elements of the tensors on linears, 0 if there are gaps between them in `flat`."""
         sizes = [self.tensors[_name(path, part)].numel() for path in self.linears for part in "AB"]
-        return 0 if any(size % _ROW for size in sizes) else sum(sizes)
+        return 0 if any(size % _ALIGNMENT for size in sizes) else sum(sizes)
 
 
 def _name(path: str, part: str) -> str:

@@ -32,10 +32,8 @@ _WRAPPER = ".base_layer"
 _OUTER = {"gate_proj": 2, "gate_up_proj": 1, "up_proj": 1, "down_proj": 0}
 _MODULES = ("experts", "shared_experts")
 _PAIR = re.compile(rf"\.({'|'.join(_MODULES)})({re.escape(_WRAPPER)})*$")
-# grouped products need rows of a multiple of 16 bytes: 8 numbers of bf16
-_ALIGNMENT = 8
-Shares = Callable[[], Sequence[tuple[Any, int]]]
-"""Returns the adapters of a pass's tokens, see workers.models.lora.use."""
+SegmentsInUse = Callable[[], Sequence[tuple[Any, int]]]
+"""Returns the segments of a forward, see workers.models.lora.use."""
 
 
 def found(model: nn.Module) -> dict[str, nn.Module]:
@@ -125,18 +123,18 @@ def part(a: Tensor, b: Tensor, count: int, own: range) -> tuple[Tensor, Tensor]:
     return a[own.start * rank : own.stop * rank], of_b.flatten(1)
 
 
-def wrap(model: Any, shares: Shares) -> None:
-    """Makes the model's experts add the products of the adapters that `shares` returns."""
+def wrap(model: Any, segments_in_use: SegmentsInUse) -> None:
+    """Makes the model's experts add the products of the adapters that `segments_in_use` returns."""
 
     def forward(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return _routed(module, hidden, chosen, weights, shares())
+        return _routed(module, hidden, chosen, weights, segments_in_use())
 
     ExpertsInterface.register(NAME, forward)
     modules = found(model)
     for path, module in modules.items():
         module.lora_path = path  # type: ignore[assignment]
         if own := _FORWARDS.get(type(module).__name__):
-            module.forward = partial(own, module, shares)
+            module.forward = partial(own, module, segments_in_use)
     if any(hasattr(module, "_apply_gate") for module in modules.values()):
         model.set_experts_implementation(NAME)
 
@@ -154,17 +152,17 @@ def _routed(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, segmen
     return rows.combined(rows.kept(x), weights).to(hidden.dtype)
 
 
-def _llama4(module: Any, shares: Shares, hidden: Tensor) -> Tensor:
+def _llama4(module: Any, segments_in_use: SegmentsInUse, hidden: Tensor) -> Tensor:
     """Maps [experts · tokens, width], expert after expert, to the same, as transformers' Llama4TextExperts does."""
     x = hidden.view(module.num_experts, -1, hidden.shape[-1])
-    gate, up = _dense(module, "gate_up_proj", x, shares(), as_stored=True).chunk(2, dim=-1)
-    return _dense(module, "down_proj", up * module.act_fn(gate), shares(), as_stored=True).view(hidden.shape)
+    gate, up = _dense(module, "gate_up_proj", x, segments_in_use(), as_stored=True).chunk(2, dim=-1)
+    return _dense(module, "down_proj", up * module.act_fn(gate), segments_in_use(), as_stored=True).view(hidden.shape)
 
 
-def _inkling_shared(module: Any, shares: Shares, hidden: Tensor, gammas: Tensor) -> Tensor:
+def _inkling_shared(module: Any, segments_in_use: SegmentsInUse, hidden: Tensor, gammas: Tensor) -> Tensor:
     """Maps hidden states [rows, tokens, width] to the experts' sum, weighted by gammas [rows · tokens, experts], as
     transformers' InklingSharedExperts does."""
-    count, segments = module.n_shared_experts, shares()
+    count, segments = module.n_shared_experts, segments_in_use()
     x = hidden.reshape(1, -1, hidden.shape[-1]).expand(count, -1, -1)
     gate, up = (_dense(module, name, x, segments) for name in ("gate_proj", "up_proj"))
     activated = module.act_fn(gate) * up * gammas.reshape(-1, count, 1).transpose(0, 1)
@@ -183,6 +181,8 @@ def _dense(module: Any, name: str, x: Tensor, segments: Sequence[Any], *, as_sto
     with for_product(getattr(module, name)) as weight:
         out = torch.bmm(x, weight if as_stored else weight.mT)
     path = module.lora_path + _WRAPPER * _OUTER[name]
+    if not any(adapter is not None and path in adapter.pairs for adapter, _ in segments):
+        return out
     parts, start, unit = [], 0, x.shape[1] // max(1, sum(share for _, share in segments))
     for adapter, share in segments:
         rows = slice(start, start + share * unit)
@@ -194,8 +194,7 @@ def _dense(module: Any, name: str, x: Tensor, segments: Sequence[Any], *, as_sto
             first, second = (b, a) if as_stored else (a.mT, b.mT)
             part = torch.baddbmm(part, torch.bmm(x[:, rows], first), second, alpha=adapter.scaling)
         parts.append(part)
-    adapted = any(adapter is not None and path in adapter.pairs for adapter, _ in segments)
-    return torch.cat(parts, 1) if adapted else out
+    return torch.cat(parts, 1)
 
 
 class _Rows:
@@ -263,8 +262,7 @@ class _Rows:
         """Adds scaling · x Aᵀ Bᵀ of each row's expert and adapter to `out`."""
         if self.adapters == [None]:
             return out
-        rank = max(adapter.spec.rank for adapter in self.adapters if adapter is not None)
-        rank += -rank % _ALIGNMENT
+        rank = grouped.aligned(max(adapter.spec.rank for adapter in self.adapters if adapter is not None))
         count = len(self.expert_ends)
         # the pair of rows without an adapter
         nothing = x.new_zeros(count, rank, x.shape[1]), x.new_zeros(count, out.shape[1], rank)

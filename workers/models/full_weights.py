@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import cached_file
@@ -63,11 +63,7 @@ def huggingface_writer(base: Any, tensors: Mapping[str, Tensor], dtype: torch.dt
 
     def write(folder: Path) -> None:
         state = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        try:
-            skeleton.save_pretrained(folder, state_dict=state | buffers, max_shard_size=_SHARD)
-        except SafetensorError as error:
-            # Only the disk can still fail: it is full, or the file is too large for it.
-            raise OSError(f"{folder.name} was not written: {error}") from error
+        skeleton.save_pretrained(folder, state_dict=state | buffers, max_shard_size=_SHARD)
         for source in copied:
             shutil.copyfile(source, folder / source.name)
 

@@ -23,10 +23,8 @@ from app.domain.adapters import Shape
 from app.domain.ops import LoraSpec
 from app.errors import UserOpError
 from workers.models import coverage, experts
-from workers.models.adapter import Adapter, LoraPair, together
+from workers.models.adapter import Adapter, LoraPair, Segments, together
 from workers.models.products import batched, grouped
-
-Segments = Sequence[tuple[Adapter | None, int]]
 
 
 class StackedSegments(tuple[tuple[Adapter | None, int], ...]):
@@ -110,9 +108,9 @@ _segments: ContextVar[StackedSegments] = ContextVar("lora_segments", default=Sta
 
 @contextmanager
 def use(segments: Segments) -> Iterator[None]:
-    """Within the block, consecutive shares of a forward's tokens belong to these (adapter, how many).
+    """Within the block, a forward's rows belong to these adapters.
 
-    Shares are counted in tokens, or in rows of equally many tokens; None is the base alone.
+    Segments are counted in tokens, or in rows of equally many tokens.
     """
     found = segments if isinstance(segments, StackedSegments) else StackedSegments(segments)
     token = _segments.set(found)
@@ -120,7 +118,7 @@ def use(segments: Segments) -> Iterator[None]:
         yield
     finally:
         _segments.reset(token)
-        found.ready.clear()  # what an error left there has the graph, which may have these segments
+        found.ready.clear()  # after an error, outputs there keep the graph alive, and it these segments
 
 
 def in_use() -> StackedSegments:
@@ -252,7 +250,7 @@ def new_adapter(model: nn.Module, spec: LoraSpec, *, critic: bool = False) -> Ad
     generator = torch.Generator("cpu").manual_seed(spec.seed)
     pairs = {}
     for path in sorted(_chosen(model, spec), key=experts.is_pair):
-        in_features, out_features, rank = _width(model, path, spec.rank)
+        in_features, out_features, rank = _pair_shape(model, path, spec.rank)
         a = nn.init.kaiming_uniform_(torch.empty(rank, in_features), a=sqrt(5), generator=generator)
         pairs[path] = LoraPair(nn.Parameter(a), nn.Parameter(torch.zeros(out_features, rank)))
     return Adapter(spec, pairs, new_value_head(model, generator) if critic else None)
@@ -266,7 +264,7 @@ def new_value_head(model: nn.Module, generator: torch.Generator) -> nn.Parameter
 
 def check_fits(adapter: Adapter, model: nn.Module) -> None:
     """Raises UserOpError when the adapter's paths or shapes are not those its spec gives on this model."""
-    expected = {path: _width(model, path, adapter.spec.rank) for path in _chosen(model, adapter.spec)}
+    expected = {path: _pair_shape(model, path, adapter.spec.rank) for path in _chosen(model, adapter.spec)}
     found = {path: (pair.a.shape[1], pair.b.shape[0], pair.a.shape[0]) for path, pair in adapter.pairs.items()}
     for path in sorted(expected.keys() | found.keys()):
         if expected.get(path) != found.get(path):
@@ -302,7 +300,7 @@ def shapes(model: nn.Module) -> dict[str, dict[str, Shape]]:
     return {group: {path: _shape(model, path) for path in paths} for group, paths in targets(model).items()}
 
 
-def _width(model: nn.Module, path: str, rank: int) -> tuple[int, int, int]:
+def _pair_shape(model: nn.Module, path: str, rank: int) -> tuple[int, int, int]:
     """(in, out) features and rank (of all experts together) of a pair."""
     in_features, out_features, count = _shape(model, path)
     return in_features, out_features, count * rank

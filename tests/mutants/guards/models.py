@@ -111,8 +111,8 @@ MUTANTS = (
     ),
     Mutant(
         "passes: a chunk's logits stop growing with the vocabulary",
-        "workers/backends/training/passes.py",
-        " * _WIDE // max(_WIDE, wide))",
+        "workers/backends/training/lm_head.py",
+        " * _WIDE // max(_WIDE, width))",
         ")",
         f"{_UNIT}/test_passes.py::test_the_logits_of_a_chunk_stop_growing_with_the_vocabulary",
     ),

@@ -221,9 +221,10 @@ def _attend(
     window = window if window is not None and window < length else None
     fast_plain = q.device.type == "cpu" and q.dtype is torch.bfloat16 and length <= _PLAIN_UP_TO
     attention: Attend = partial(_fused, scaling=scaling, window=window)
-    if softcap is not None or sinks is not None or fast_plain:
+    needs_scores = softcap is not None or sinks is not None
+    if needs_scores or fast_plain:
         attention = partial(_plain, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
-    if (softcap is None and sinks is None and window is None) or length <= _KEPT_UP_TO:
+    if length <= _KEPT_UP_TO or not (needs_scores or window is not None):
         return attention(q, k, v)
     return _in_blocks(attention, q, k, v, window)
 

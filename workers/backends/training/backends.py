@@ -1,6 +1,6 @@
 """The training backends, plain torch and DeepSpeed, and `create`, which makes the one that the settings name.
 
-Plain torch runs in one process; the others are measured against it.
+Plain torch runs in one process; tests compare DeepSpeed with it.
 
 The DeepSpeed trainer puts the base in a DeepSpeed engine at ZeRO stage 0 to 3, on one or more ranks.
 
@@ -136,12 +136,12 @@ class DeepSpeedBackend(Trainer):
         trained = self.prepare(base)
         if split is not None:
             split.connect(base.model)
-        in_step = (trainer.zero_stage == 3 and ranks.size > 1) or sequence.size > 1
-        if in_step and not trained:
+        collective_passes = (trainer.zero_stage == 3 and ranks.size > 1) or sequence.size > 1
+        if collective_passes and not trained:
             # Else a pass over an adapter on the upper layers alone would gather fewer layers than another rank's, and
             # tokens without an adapter would send nothing back to the ranks that share their datum.
             base.model.enable_input_require_grads()
-        hidden_states = HiddenStates(base.model, trainer, ranks.greatest if in_step else int, sequence, split)
+        hidden_states = HiddenStates(base.model, trainer, ranks.greatest if collective_passes else int, sequence, split)
         return DeepSpeedEngine(
             base=base,
             hidden_states=hidden_states,
@@ -151,7 +151,7 @@ class DeepSpeedBackend(Trainer):
             trained=trained,
             shards_optimizer=trainer.zero_stage > 0,
             shards_gradients=trainer.zero_stage > 1,
-            in_step=in_step,
+            collective_passes=collective_passes,
             sequence=sequence,
         )
 
@@ -284,9 +284,7 @@ def _initialize(
 def _placeholder(hidden_states: HiddenStates, base: LoadedBase) -> torch.optim.Optimizer:
     """Makes an optimizer of one element, never stepped: DeepSpeed refuses to start stages 1 and 2 without one."""
     parameter = nn.Parameter(torch.zeros(1, dtype=base.dtype, device=base.device))
-    hidden_states.register_parameter(
-        "zero_placeholder", parameter
-    )  # not on the base: the placeholder is no part of the base
+    hidden_states.register_parameter("zero_placeholder", parameter)  # the base's own parameters stay the base's
     return torch.optim.AdamW([parameter])
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from safetensors import SafetensorError
+
 from app.domain import adapters
 from app.domain.ops import DropGradients, ForwardBackward, LoraSpec, OptimStep
 from app.domain.records import BaseModelInfo
@@ -66,7 +68,10 @@ class Writer:
     size: int
 
     def __call__(self, folder: Path) -> None:
-        self.write(folder)
+        try:
+            self.write(folder)
+        except SafetensorError as error:  # only the disk can still fail: it is full, or the file is too large for it
+            raise OSError(f"{folder.name} was not written: {error}") from error
 
 
 class TrainingBackend(Protocol):
@@ -131,7 +136,6 @@ class TrainingBackend(Protocol):
     def describe(self) -> Mapping[str, Any]:
         """Returns the running configuration as JSON.
 
-        It names trainer class, ZeRO stage (read from the engine), ranks, dtype, devices, a micro-batch's tokens and
-        models.
+        Callers rely on `devices` (names; "cpu" without a GPU) and `micro_batch_tokens`. The rest is for readers.
         """
         ...

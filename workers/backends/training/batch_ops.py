@@ -27,14 +27,14 @@ from workers.models.adapter import Adapter
 from workers.models.routers import NO_ROUTE
 
 _Row = tuple[int, int, int]
-"""(Op, datum, number of tokens in the datum)."""
+"""(job, datum, number of tokens in the datum)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The datums of one Op, by index, in one micro-batch; `lengths` are their token counts."""
+    """The datums of one job, by index, in one micro-batch; `lengths` are their token counts. `job` is an index too."""
 
-    op: int
+    job: int
     datums: np.ndarray
     lengths: tuple[int, ...]
 
@@ -56,7 +56,7 @@ class MicroBatch:
     def blocks(self, limit: int) -> Iterator[tuple[slice, MicroBatch]]:
         """Yields consecutive datums of at most `limit` tokens (a longer datum goes alone), with their tokens' slice."""
         rows = [
-            (share.op, int(datum), length)
+            (share.job, int(datum), length)
             for share in self.shares
             for datum, length in zip(share.datums, share.lengths, strict=True)
         ]
@@ -170,7 +170,7 @@ class Job:
         spec = LOSSES[op.loss_fn]
         wanted = {*spec.inputs, *spec.optional}
         inputs = {name: Column(ragged) for name, ragged in op.batch.inputs.items() if name in wanted}
-        scores = torch.zeros(len(_scored(op).values), device=device)
+        scores = torch.zeros(len(_score_layout(op).values), device=device)
         custom = CustomLossRun(op.custom, op.batch) if op.custom else None
         # The metric names are fixed beforehand: a rank without a datum of this Op sums with the ranks that have some.
         metrics = custom.metrics if custom else _metrics(op, inputs)
@@ -192,7 +192,7 @@ class Job:
         return [image for image in self.op.batch.images if image.datum == datum]
 
     @property
-    def scored(self) -> Column:
+    def score_column(self) -> Column:
         """The column with one score for each element: the targets, or the tokens where a critic gives values."""
         return self.tokens if self.critic else self.inputs["target_tokens"]
 
@@ -252,7 +252,7 @@ class Job:
         found = {name: t.double() for name, t in self.datums.items() if name != "bad"}
         metrics = {name: float(_reduce(name, t, 0)) if len(t) else 0.0 for name, t in found.items()}
         metrics["tokens:sum"] = float(sum(self.tokens.lengths))
-        scores = Ragged(self.scores.numpy(), _scored(self.op).shapes)
+        scores = Ragged(self.scores.numpy(), _score_layout(self.op).shapes)
         return CriticOutput(scores, metrics) if self.critic else ForwardBackwardOutput(scores, metrics)
 
 
@@ -303,13 +303,13 @@ def _reduce(name: str, values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
     return _REDUCTIONS[name.rpartition(":")[2]](values, dims)
 
 
-def _scored(op: ForwardBackward) -> Ragged:
-    """Returns the ragged data of `Job.scored`."""
+def _score_layout(op: ForwardBackward) -> Ragged:
+    """Returns the ragged data of `Job.score_column`."""
     return op.batch.tokens if LOSSES[op.loss_fn].critic else op.batch.inputs["target_tokens"]
 
 
 def _metrics(op: ForwardBackward, inputs: Mapping[str, Column]) -> Iterable[str]:
-    """Returns the names of the loss's metrics."""
+    """Returns the names of the loss's metrics, from a run of the loss on no datum."""
     blank = torch.zeros(0, 1, 1)
     entropy = blank if asks_entropy(op) else None
     return evaluate(op, blank, dict.fromkeys(inputs, blank), blank.bool(), entropy).metrics

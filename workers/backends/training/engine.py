@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -49,9 +50,9 @@ class Engine(ABC):
     """A loaded base: frozen with wrapped linears (workers/models/lora.py), or itself trained.
 
     `trained`: the base's own parameters by name, in full fine-tuning. `shards_optimizer`: the ranks split each model's
-    optimizer state, and with `shards_gradients` the gradients of the base's parameters. `in_step`: every rank must run
-    the same number of passes, because a forward or backward is itself a collective. `sequence`: the ranks that share
-    each micro-batch.
+    optimizer state, and with `shards_gradients` the gradients of the base's parameters. `collective_passes`: every rank
+    must run the same number of passes, because a forward or backward is itself a collective. `sequence`: the ranks that
+    share each micro-batch.
     """
 
     base: LoadedBase
@@ -60,7 +61,7 @@ class Engine(ABC):
     trained: Mapping[str, nn.Parameter] = field(default_factory=dict)
     shards_optimizer: bool = False
     shards_gradients: bool = False
-    in_step: bool = False
+    collective_passes: bool = False
     sequence: SequenceGroup = ALONE
     head_gradient: WeightGradient = field(default_factory=WeightGradient)
 
@@ -81,12 +82,14 @@ class Engine(ABC):
             yield LmHead(weight.detach(), _HEAD, rule, gradient, self.hidden_states.fused)
 
     def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Returns and removes a trained parameter's gradient: fp32 for the head, else in the base's dtype."""
+        """Returns and removes a trained parameter's gradient, None without one: fp32 for the head, else in the base's
+        dtype."""
         found, parameter.grad = parameter.grad, None
-        if self.head_gradient.found is None or parameter is not self.base.model.get_output_embeddings().weight:
+        of_head = self.head_gradient.found
+        if of_head is None or parameter is not self.base.model.get_output_embeddings().weight:
             return found
-        of_head = self.head_gradient.take()
-        return of_head if of_head is None or found is None else of_head.add_(found)
+        self.head_gradient.found = None
+        return of_head if found is None else of_head.add_(found)
 
     def gathered(self, parameter: Tensor) -> AbstractContextManager[None]:
         """Keeps all of `parameter` on this rank within the block."""
@@ -120,7 +123,11 @@ class Engine(ABC):
         return found
 
     def write(self, parameter: nn.Parameter, value: Tensor | None, owner: int) -> None:
-        """Writes `value`, cast, to `parameter` on every rank; only rank `owner` needs to give a value. A collective."""
+        """Writes `value`, cast, to `parameter`.
+
+        With `shards_optimizer` a collective: every rank gets the value of rank `owner`, and the others may give None.
+        Otherwise each rank writes its own value.
+        """
         with torch.no_grad():
             if value is not None:
                 parameter.copy_(value)
@@ -128,8 +135,8 @@ class Engine(ABC):
             self.ranks.broadcast_([parameter], owner)
 
     def rest(self) -> None:
-        """Frees memory that only the next pass needs. Called after a pass, whole or failed. Raises EngineLost when no
-        other pass can run."""
+        """Releases what a pass leaves gathered on this rank (weights, at ZeRO stage 3). Called after a pass, whole or
+        failed. Raises EngineLost when no other pass can run."""
         return
 
     @abstractmethod
@@ -156,7 +163,7 @@ def elements_held(model: nn.Module) -> int:
 class HiddenStates(nn.Module):
     """Computes the last hidden states of known architectures (workers/backends/training/lm_head.py); else logits.
 
-    Other architectures give hidden states too where nothing else is wanted.
+    Other architectures give hidden states only where `forward` gets `hidden`, as for critics.
 
     `packed`: datums lie end to end and no token is padding. Otherwise datums are padded on the right to the longest.
     `fused`: the head runs fused kernels, and layers where there are some for them (workers/models/fused.py).
@@ -190,7 +197,7 @@ class HiddenStates(nn.Module):
             name = sequence_parallel.NAME
             AttentionInterface.register(name, sequence_parallel.over_ranks(packed_attention, sequence))
         if self.packed:
-            model.set_attn_implementation({_text_config(model.config): name})
+            model.set_attn_implementation({_text_config_name(model.config): name})
             packing.prepare(model)
         routers.wrap(model)
         self.fused = trainer.fused_kernels and fused.usable(next(model.parameters()).device)
@@ -309,7 +316,7 @@ class HiddenStates(nn.Module):
             return self.model(rows, use_cache=False).logits[real]  # type: ignore[no-any-return]
 
 
-def _text_config(config: Any) -> str:
+def _text_config_name(config: Any) -> str:
     """Returns the name under which `config` holds that of its language model; "" where it is that itself."""
     text = config.get_text_config()
     return next((name for name in config.sub_configs if getattr(config, name) is text), "")
@@ -317,6 +324,5 @@ def _text_config(config: Any) -> str:
 
 def _segments(owners: Owners, lengths: Sequence[int]) -> list[tuple[Adapter | None, int]]:
     """Converts owners from counts of datums to counts of tokens."""
-    ends = torch.tensor([count for _, count in owners]).cumsum(0).tolist()
-    starts = [0, *ends]
-    return [(adapter, sum(lengths[start:end])) for (adapter, _), start, end in zip(owners, starts, ends, strict=False)]
+    left = iter(lengths)
+    return [(adapter, sum(islice(left, count))) for adapter, count in owners]

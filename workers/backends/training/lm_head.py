@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from workers.backends.devices import moved
-from workers.models.adapter import Adapter
+from workers.models.adapter import Adapter, Segments
 
-Segments = Sequence[tuple[Adapter | None, int]]
-"""(adapter, number of its consecutive rows); the adapter is None for the head alone."""
+# A wider vocabulary has fewer rows in a chunk, so that a chunk's logits do not grow with it: 128 MB in fp32 on a CPU.
+_WIDE = 2**17
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,14 @@ class ChunkSizes:
         memory, the work 1/64, and what is kept 1/16: on an H200 8,400 rows, and 29,000 rows of 151,936 tokens."""
         return cls(rows=max(256, memory >> 24), work=memory >> 8, kept=memory >> 5)
 
+    def rows_of(self, width: int) -> int:
+        """Returns the rows of a chunk of logits this wide."""
+        return max(1, self.rows * _WIDE // max(_WIDE, width))
+
     def bytes(self, logits: int, itemsize: int) -> int:
         """Returns the most that the head takes at once, for so many logits of `itemsize` bytes: what is kept, the rows
         of a chunk that have a gradient, and the work."""
-        chunk = self.rows * 2**17
+        chunk = self.rows * _WIDE
         return (min(logits, self.kept) + min(logits, chunk)) * itemsize + min(logits, self.work) * 4
 
 
@@ -70,10 +74,6 @@ class WeightGradient:
     def add(self, product: Tensor) -> None:
         self.found = product.float() if self.found is None else self.found.add_(product)
 
-    def take(self) -> Tensor | None:
-        found, self.found = self.found, None
-        return found
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
@@ -90,9 +90,9 @@ class Part:
 class Scored:
     """The logprobs, fp32 [T, K], of a chunk of T rows with K targets each.
 
-    With y the logits, z the head's output, and top the row's greatest y: `exps` [T, V] is exp(y - top) · dy/dz, and
-    `total` fp32 [T, 1] the sum of exp(y - top); `slopes` fp32 [T, K] is dy/dz at the targets. `entropy`: fp32 [T, 1] in
-    nats, of the full distribution, if it was asked for.
+    With y the logits, top the row's greatest y, and slope the derivative of y by the head's output without the rule's
+    scale: `exps` [T, V] is exp(y - top) · slope, and `total` fp32 [T, 1] the sum of exp(y - top); `slopes` fp32 [T, K]
+    are those at the targets. `entropy`: fp32 [T, 1] in nats, of the full distribution, if it was asked for.
     """
 
     hidden: Tensor
@@ -144,15 +144,16 @@ class LmHead:
         slopes = torch.ones_like(picked) if picked_slopes is None else picked_slopes
         entropies = torch.empty(len(hidden), 1, dtype=torch.float32, device=hidden.device) if entropy else None
         if self.fused and entropies is None and self.rule.scale == 1 and self.rule.cap is None:
-            exps, total, norm = _compiled()(products)
+            exps, total, log_z = _compiled()(products)
         else:
-            exps, (total, norm) = products, self._exponentials_(products, entropies)
-        return Scored(hidden, targets, picked - norm, exps, total, slopes, parts, entropies)
+            exps, (total, log_z) = products, self._exponentials_(products, entropies)
+        return Scored(hidden, targets, picked - log_z, exps, total, slopes, parts, entropies)
 
     def _exponentials_(self, products: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Turns products into `exps`, and fills in the entropies; returns fp32 [T, 1] the rows' sums and log Z."""
+        """Turns products into `exps`, and fills in the entropies; returns fp32 [T, 1] the rows' sums and
+        log Z = log of the sum + top."""
         total = torch.empty(len(products), 1, dtype=torch.float32, device=products.device)
-        norm = torch.empty_like(total)
+        log_z = torch.empty_like(total)
         for rows in _slices(len(products), chunk_sizes(products.device).work // products.shape[1]):
             y, slopes = self._logits_(products[rows].float())
             top = y.amax(-1, keepdim=True)
@@ -161,9 +162,9 @@ class LmHead:
             torch.sum(y.exp_(), -1, keepdim=True, out=total[rows])
             if entropies is not None:
                 entropies[rows] = _entropy(below, y, total[rows])
-            torch.add(total[rows].log(), top, out=norm[rows])
+            torch.add(total[rows].log(), top, out=log_z[rows])
             products[rows] = y if slopes is None else y.mul_(slopes)
-        return total, norm
+        return total, log_z
 
     def backward(self, scored: Scored, gradient: Tensor) -> Tensor:
         """Returns the gradient in `scored.hidden`, of its dtype, from the gradient in the logprobs (fp32 [T, K]).
@@ -262,7 +263,9 @@ def _compiled() -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
 
 
 def _entropy(below: Tensor, exps: Tensor, total: Tensor) -> Tensor:
-    """Returns log Z - sum over v of p_v (y_v - top), from y - top [T, V], its exponential, and their sum Z [T, 1]."""
+    """Returns log total - sum over v of p_v (y_v - top), fp32 [T, 1], from `below` = y - top [T, V], its exponentials,
+    and the rows' sums of these, `total` [T, 1]."""
+    # the -inf of padding rows would give 0 · -inf, which is not a number
     mean = (exps * below.clamp_min_(torch.finfo(below.dtype).min)).sum(-1, keepdim=True) / total
     return total.log() - mean
 

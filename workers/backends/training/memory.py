@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from app.errors import SetupError
 from workers.backends.training.lm_head import chunk_sizes
 from workers.models import lora, routers
+from workers.models.adapter import Segments
 
 # Tokens of the two passes that measure. Their difference cancels what does not grow with the tokens, such as weights.
 _PROBES = (64, 128)
@@ -188,7 +189,7 @@ def _contexts() -> tuple[Any, Any]:
 
 
 @contextmanager
-def _as_in(adapters: lora.Segments, routes: routers.Request) -> Iterator[None]:
+def _as_in(adapters: Segments, routes: routers.Request) -> Iterator[None]:
     with lora.use(adapters), routers.use(routes):
         yield
 

@@ -34,15 +34,15 @@ class ShardedAdamW:
         """`weights` have the names of `shards`; those that this rank does not own may be on the meta device."""
         self.shards = shards
         self._shapes = {name: torch.empty_like(weight, device="meta") for name, weight in weights.items()}
-        self._state = {
-            name: {moment: torch.zeros_like(weights[name], requires_grad=False) for moment in MOMENTS}
-            for name in shards.mine()
+        self._moments = {
+            moment: {name: torch.zeros_like(weights[name], requires_grad=False) for name in shards.mine()}
+            for moment in MOMENTS
         }
         self.steps = 0
 
     def moments(self, key: str) -> list[Tensor]:
         """Returns the "exp_avg" or "exp_avg_sq" of each parameter that this rank owns."""
-        return [state[key] for state in self._state.values()]
+        return [*self._moments[key].values()]
 
     def count(self, params: AdamParams) -> None:
         """Counts a step that was taken. On a CPU, sets denormal moments to 0.
@@ -60,24 +60,23 @@ class ShardedAdamW:
         The other ranks get only the step. `pinned`: see `copied` in workers/backends/devices.py.
         """
         found = {"step": torch.tensor(self.steps)}
-        for moment in MOMENTS:
-            mine = {name: state[moment] for name, state in self._state.items()}
+        for moment, mine in self._moments.items():
             gathered = self.shards.gathered({**self._shapes, **mine}, pinned=pinned)
             found |= {f"{moment}.{name}": tensor for name, tensor in gathered.items()}
         return found
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields the tensors of the state that this rank holds."""
-        for state in self._state.values():
-            yield from state.values()
+        for mine in self._moments.values():
+            yield from mine.values()
 
     def restore(self, stored: Mapping[str, Tensor]) -> None:
         """Restores the result of `state`. Raises UserOpError, half done, when a tensor is missing or misshapen."""
         try:
             self.steps = int(stored["step"])
-            for name, state in self._state.items():
-                for moment in MOMENTS:
-                    state[moment].copy_(stored[f"{moment}.{name}"].view(state[moment].shape))
+            for moment, mine in self._moments.items():
+                for name, tensor in mine.items():
+                    tensor.copy_(stored[f"{moment}.{name}"].view(tensor.shape))
         except (KeyError, RuntimeError) as error:
             raise foreign_state(error) from None
 

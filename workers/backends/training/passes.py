@@ -21,14 +21,12 @@ from workers.backends.devices import moved
 from workers.backends.failures import ran_out_of_memory
 from workers.backends.training.batch_ops import Column, Job, MicroBatch, Share, asks_entropy, cut
 from workers.backends.training.engine import Engine
-from workers.backends.training.lm_head import LmHead, Scored, Segments, chunk_sizes
+from workers.backends.training.lm_head import LmHead, Scored, chunk_sizes
 from workers.models import lora
-from workers.models.adapter import Adapter
+from workers.models.adapter import Segments
 from workers.models.images import Picture
 from workers.models.routers import NO_ROUTE
 
-# A wider vocabulary has fewer rows in a chunk, so that a chunk's logits do not grow with it: 128 MB in fp32 on a CPU.
-_WIDE = 2**17
 # Picking rows copies them. The copy pays once a quarter of the rows are left out.
 _WORTH_PICKING = 0.75
 
@@ -54,7 +52,7 @@ class PolicyOutputs:
         self._kept: list[Scored] = []
         wide = hidden.shape[1] if head.weight is None else len(head.weight)
         sizes = chunk_sizes(hidden.device)
-        step = max(1, sizes.rows * _WIDE // max(_WIDE, wide))
+        step = sizes.rows_of(wide)
         self._chunks = [slice(start, min(start + step, len(hidden))) for start in range(0, max(1, len(hidden)), step)]
         found, entropies = [], []
         for rows in self._chunks:
@@ -70,8 +68,8 @@ class PolicyOutputs:
     def gradient(self, seed: Tensor) -> Tensor:
         """Returns the gradient in `hidden`, of its dtype, from the gradient in the logprobs, fp32 [T, K]. Called once.
 
-        Rows where `seed` is 0 (prompts) cost nothing. Trained parts of the head get their gradient: see
-        LmHead.backward."""
+        Leaves out the rows where `seed` is 0 (prompts) if they are at least a quarter of their chunk. Trained parts of
+        the head get their gradient: see LmHead.backward."""
         found = torch.zeros_like(self._hidden)
         every = seed.ne(0).any(-1).cpu()  # a GPU waits here, once for all chunks
         for i, rows in enumerate(self._chunks):
@@ -148,7 +146,7 @@ class Pass:
         self._critics = jobs[0].critic
         lengths = [job.tokens.lengths for job in jobs]
         self._batches = cut(lengths, micro_batch_tokens, packed=engine.hidden_states.packed)
-        self._seen = any(job.op.batch.images for job in jobs)
+        self._has_images = any(job.op.batch.images for job in jobs)
 
     def run(self, progress: Callable[[], None]) -> None:
         """Fills every job's scores and datums, and unless forward-only the found gradient of its state, from all ranks.
@@ -160,7 +158,7 @@ class Pass:
         rounds = -(-len(self._batches) // groups)
         for i in range(rounds):
             mine = i * groups + ranks.rank // sharing
-            if self._engine.in_step:
+            if self._engine.collective_passes:
                 self._run_in_step(mine)
             else:
                 self._run_alone(mine)
@@ -197,8 +195,8 @@ class Pass:
             raise OutOfMemory
 
     def _run(self, batch: MicroBatch) -> None:
-        tokens = np.concatenate([self._jobs[share.op].tokens.flat(share.datums) for share in batch.shares])
-        owners = [(self._jobs[share.op].adapter, len(share.datums)) for share in batch.shares]
+        tokens = np.concatenate([self._jobs[share.job].tokens.flat(share.datums) for share in batch.shares])
+        owners = [(self._jobs[share.job].adapter, len(share.datums)) for share in batch.shares]
         picture = self._picture(batch)
         with torch.set_grad_enabled(self._backward):
             hidden = self._engine.hidden_states(
@@ -209,11 +207,11 @@ class Pass:
                 picture=picture,
                 routes=self._routes(batch),
             )
-        gradient = self._scored(batch, hidden)
+        gradient = self._hidden_gradient(batch, hidden)
         if hidden.requires_grad:
             hidden.backward(gradient)
 
-    def _scored(self, batch: MicroBatch, hidden: Tensor) -> Tensor | None:
+    def _hidden_gradient(self, batch: MicroBatch, hidden: Tensor) -> Tensor | None:
         """Records results; returns the gradient in `hidden`, unless forward-only. The logits are gone then."""
         gradient = torch.zeros_like(hidden, requires_grad=False) if self._backward else None
         with torch.no_grad(), self._outputs() as outputs_of:
@@ -231,18 +229,18 @@ class Pass:
         """Returns the images of a micro-batch. A blank one where other ranks' micro-batches may have images: the vision
         tower is a collective too."""
         reader = self._engine.base.images
-        if reader is None or not self._seen:
+        if reader is None or not self._has_images:
             return None
         datums = [
-            (length, self._jobs[share.op].images(datum))
+            (length, self._jobs[share.job].images(datum))
             for share in batch.shares
             for datum, length in zip(share.datums, share.lengths, strict=True)
         ]
-        return reader.picture(datums) or (reader.blank(batch.lengths) if self._engine.in_step else None)
+        return reader.picture(datums) or (reader.blank(batch.lengths) if self._engine.collective_passes else None)
 
     def _routes(self, batch: MicroBatch) -> Tensor | None:
         """Returns the given experts, int64 [T, layers, top_k]; None if no token has any."""
-        found = [self._jobs[share.op].routes_of(share) for share in batch.shares]
+        found = [self._jobs[share.job].routes_of(share) for share in batch.shares]
         given = next((part for part in found if part is not None), None)
         if given is None:
             return None
@@ -259,23 +257,23 @@ class Pass:
         For policies this is a collective (see Engine.head); a critic makes no logits.
         """
         if self._critics:
-            yield self._values
+            yield self._value_outputs
             return
         with self._engine.head() as head:
-            yield partial(self._logprobs, head)
+            yield partial(self._policy_outputs, head)
 
-    def _logprobs(self, head: LmHead, block: MicroBatch, hidden: Tensor) -> PolicyOutputs:
-        asked = any(asks_entropy(self._jobs[share.op].op) for share in block.shares)
+    def _policy_outputs(self, head: LmHead, block: MicroBatch, hidden: Tensor) -> PolicyOutputs:
+        asked = any(asks_entropy(self._jobs[share.job].op) for share in block.shares)
         targets = self._targets(block)[self._own(block)]
-        return PolicyOutputs(head, hidden, targets, self._owners(block), keep=self._backward, entropy=asked)
+        return PolicyOutputs(head, hidden, targets, self._segments(block), keep=self._backward, entropy=asked)
 
-    def _values(self, block: MicroBatch, hidden: Tensor) -> ValueOutputs:
-        return ValueOutputs(hidden, self._owners(block))
+    def _value_outputs(self, block: MicroBatch, hidden: Tensor) -> ValueOutputs:
+        return ValueOutputs(hidden, self._segments(block))
 
-    def _owners(self, block: MicroBatch) -> list[tuple[Adapter | None, int]]:
+    def _segments(self, block: MicroBatch) -> Segments:
         """Returns the segments of this rank's rows."""
-        owners = [(self._jobs[share.op].adapter, share.tokens) for share in block.shares]
-        return list(lora.within(owners, self._own(block)))
+        segments = [(self._jobs[share.job].adapter, share.tokens) for share in block.shares]
+        return list(lora.within(segments, self._own(block)))
 
     def _assembled(self, block: MicroBatch, outputs: PolicyOutputs | ValueOutputs) -> tuple[Tensor, Tensor | None]:
         """Returns the scores and the entropy of all of the block's tokens."""
@@ -290,7 +288,7 @@ class Pass:
         """Returns int64 [T, widest K], 0 where a datum's K is smaller. One copy to the device for all Ops."""
         parts = []
         for share in block.shares:
-            column = self._jobs[share.op].inputs["target_tokens"]
+            column = self._jobs[share.job].inputs["target_tokens"]
             parts.append(column.block(share.datums, max(share.lengths))[_no_padding(share)])
         widest = max(part.shape[1] for part in parts)
         return self._moved(np.concatenate([np.pad(part, ((0, 0), (0, widest - part.shape[1]))) for part in parts]))
@@ -302,8 +300,8 @@ class Pass:
         for share in block.shares:
             rows = slice(start, start + share.tokens)
             start += share.tokens
-            job = self._jobs[share.op]
-            width = job.scored.width(share.datums)
+            job = self._jobs[share.job]
+            width = job.score_column.width(share.datums)
             own = entropy[rows] if entropy is not None and asks_entropy(job.op) else None
             seed[rows, :width] = self._loss(job, share, scores[rows, :width], own)
         return seed
@@ -312,10 +310,10 @@ class Pass:
         """Records the results of one share; returns the loss's gradient in its scores, zero for bad datums."""
         places = self._places(share)
         padded = _padded(scores, places, share)
-        where = job.scored.positions(share.datums, max(share.lengths))
+        where = job.score_column.positions(share.datums, max(share.lengths))
         real = where >= 0
         job.scores[self._moved(where[real])] = padded.flatten()[self._moved(np.flatnonzero(real))]
-        inputs = {name: self._block(each, share) for name, each in job.inputs.items() if each is not job.scored}
+        inputs = {name: self._block(each, share) for name, each in job.inputs.items() if name != "target_tokens"}
         entropies = None if entropy is None else _padded(entropy, places, share)
         found = job.evaluate(share.datums, padded, inputs, self._moved(real), entropies)
         return job.note(self._moved(share.datums), found).flatten(0, 1)[places]
@@ -339,7 +337,7 @@ class Pass:
         It is a token of the batch: the embedding of a padding token may be zero, and its norm then has no gradient.
         """
         first = self._batches[0].shares[0]
-        token = self._jobs[first.op].tokens.flat(first.datums[:1])[:1]
+        token = self._jobs[first.job].tokens.flat(first.datums[:1])[:1]
         with torch.set_grad_enabled(self._backward):
             reader = self._engine.base.images
             hidden = self._engine.hidden_states(
@@ -347,7 +345,7 @@ class Pass:
                 [1],
                 [(None, 1)],
                 hidden=self._critics,
-                picture=reader.blank([1]) if reader and self._seen else None,
+                picture=reader.blank([1]) if reader and self._has_images else None,
             )
         with self._outputs():
             pass

@@ -36,7 +36,8 @@ _BUNDLE_ELEMENTS = 2**24
 class RankGroup:
     """The ranks of one trainer. `control` is a gloo process group.
 
-    With one rank it is None; then every method here does nothing. `store`: rank 0 keeps the store alive in it.
+    With one rank it is None: `count` and `greatest` then return this rank's own, `receive` may not be called, and the
+    other methods do nothing. `store`: rank 0 keeps the store alive in it.
     """
 
     rank: int = 0
@@ -45,7 +46,8 @@ class RankGroup:
     store: Any = None
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Replaces each tensor, in place, by its sum over the ranks; one collective for all of them."""
+        """Replaces each tensor, in place, by its sum over the ranks; one collective for all of them. They have one
+        dtype and device."""
         if self.size > 1 and tensors:
             flat = _flatten(tensors)
             dist.all_reduce(flat)
@@ -57,7 +59,8 @@ class RankGroup:
             dist.reduce(tensor, target)
 
     def broadcast_(self, tensors: Sequence[Tensor], source: int) -> None:
-        """Replaces each tensor, in place, by the tensor of rank `source`; one collective for all of them."""
+        """Replaces each tensor, in place, by the tensor of rank `source`; one collective for all of them. They
+        have one dtype and device."""
         if self.size > 1 and tensors:
             flat = _flatten(tensors)
             dist.broadcast(flat, source)
@@ -217,9 +220,9 @@ def _unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 class Shards:
     """Ownership of tensors by ranks. `owners`: the rank of each name, in the tensors' order.
 
-    Where nothing is split, every rank owns all tensors. The methods are collectives, between `device` and `device`.
-    They take tensors by name. A rank needs to hold only its own tensors: the others may be on torch's meta device, to
-    give their shape.
+    Where nothing is split, every rank owns all tensors. `share_` and `gathered` are collectives, which send and receive
+    on `device`. They take tensors by name. A rank needs to hold only its own tensors: the others may be on torch's meta
+    device, to give their shape.
     """
 
     owners: Mapping[str, int]

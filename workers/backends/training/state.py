@@ -1,7 +1,6 @@
-"""The state of a trainer's models, the residency of the last used ones on the device, and the models that train a LoRA
-adapter.
+"""The state of a trainer's models, and that of LoRA adapters.
 
-Other models wait in host memory; the move changes no bit.
+`Residency` keeps the last used models on the device and the others in host memory; a move changes no bit.
 
 Every rank holds all of an adapter and of its gradient.
 """
@@ -36,7 +35,7 @@ _HOST = torch.device("cpu")
 class ModelState(Protocol):
     """One model's weights, optimizer and pending gradient; during a pass, also the gradient found so far.
 
-    Every rank calls the same methods in the same order: `collect`, `sum_found`, `keep`, `end_step`, `capture` and
+    Every rank calls the same methods in the same order: `begin`, `collect`, `sum_found`, `end_step`, `capture` and
     `export` are collectives.
     """
 
@@ -121,11 +120,6 @@ class ModelState(Protocol):
 
 class Models(Protocol):
     """Makes the states of one trainer's models."""
-
-    @property
-    def share_passes(self) -> bool:
-        """True if several of these models may share a pass."""
-        ...
 
     def fresh(self, op: Create) -> ModelState:
         """Makes a new model. Raises UserOpError for a kind of model that this trainer does not train."""
@@ -306,15 +300,11 @@ class AdapterState:
         base_path, model, names = self.base_path, self.engine.base.model, self.shards.owners  # `write` keeps no state
 
         def write(folder: Path) -> None:
-            try:
-                peft_files.write(adapter, folder, base_path, model)
-                if moments:
-                    save_file(_named(moments, names, layout), folder / OPTIMIZER_FILE)
-                if "pending" in flat:
-                    save_file(layout.parts(flat["pending"]), folder / GRADIENTS_FILE)
-            except SafetensorError as error:
-                # The only failure left is the disk: it is full, or the file is too large for it.
-                raise OSError(f"{folder.name} was not written: {error}") from error
+            peft_files.write(adapter, folder, base_path, model)
+            if moments:
+                save_file(_named(moments, names, layout), folder / OPTIMIZER_FILE)
+            if "pending" in flat:
+                save_file(layout.parts(flat["pending"]), folder / GRADIENTS_FILE)
 
         return Writer(write, sum(tensor.nbytes for tensor in (*flat.values(), *moments.values())))
 
@@ -348,7 +338,6 @@ class AdapterModels:
 
     engine: Engine
     base_path: str
-    share_passes: bool = True
 
     def fresh(self, op: Create) -> AdapterState:
         if op.lora is None:

@@ -32,7 +32,7 @@ from workers.models import lora
 from workers.models.base_model import LoadedBase
 
 Results = dict[str, Output | OpError]
-_ENDLESS = (
+_GRADIENT_NOT_FINITE = (
     "every loss is finite, but the gradient is not; nothing was added to the pending gradient. Check the batch's "
     "weights and advantages"
 )
@@ -68,7 +68,7 @@ class Trainer(ABC):
     def open(self) -> BaseModelInfo:
         """Loads the base. Every rank calls this itself."""
         self._engine = self.start_engine()
-        self._models = self._made_by(self._engine)
+        self._models = self._make_models(self._engine)
         self._micro_batch_tokens = self._agreed_tokens()
         self._residency = Residency(self._engine.base.device, self._settings.trainer.device_models)
         return self._engine.base.info
@@ -209,16 +209,23 @@ class Trainer(ABC):
         return results
 
     def _step_together(self, params: Mapping[str, AdamParams]) -> Results:
-        """Steps models, each to the bits of its step alone. The host waits for the norms of their weights. Before, it
-        waits for those of gradients that are not of one pass alone, which may refuse a step."""
+        """Steps models, each to the bits of its step alone.
+
+        The host waits for the norms of gradients that are not known yet (one that is not finite refuses its step), and
+        then for the norms of the stepped weights.
+        """
         self._residency.bring(self._states, params)
         states = {model_id: self._states[model_id] for model_id in params}
         found = step_all([state.begin_step(params[model_id]) for model_id, state in states.items()])
-        grad_norms = {m: one for m, one in zip(params, found, strict=True) if not isinstance(one, UserOpError)}
-        for model_id in grad_norms:
-            states[model_id].end_step()
+        results: Results = {}
+        grad_norms: dict[str, float] = {}
+        for model_id, one in zip(states, found, strict=True):
+            if isinstance(one, UserOpError):
+                results[model_id] = one
+            else:
+                states[model_id].end_step()
+                grad_norms[model_id] = one
         param_norms = total_norms([(states[model_id].shards, states[model_id].weights()) for model_id in grad_norms])
-        results: Results = {m: one for m, one in zip(params, found, strict=True) if isinstance(one, UserOpError)}
         for (model_id, grad_norm), param_norm in zip(grad_norms.items(), param_norms, strict=True):
             rate = params[model_id].learning_rate
             metrics = {"grad_norm": grad_norm, "learning_rate": rate, "param_norm": float(param_norm)}
@@ -226,7 +233,7 @@ class Trainer(ABC):
         return results
 
     def _forward_backward(self, ops: Mapping[str, ForwardBackward]) -> Results:
-        if len(ops) > 1 and not self._models.share_passes:
+        if len(ops) > 1 and self._full:  # the engine holds the weights of one such model at a time
             return self._one_by_one(ops)
         jobs = self._run(ops)
         if jobs is not None:
@@ -279,7 +286,7 @@ class Trainer(ABC):
                 if norm.isfinite():
                     state.keep(norm)
                 else:
-                    errors[model_id] = UserOpError(_ENDLESS)
+                    errors[model_id] = UserOpError(_GRADIENT_NOT_FINITE)
             return {model_id: errors[model_id] or job.output() for model_id, job in jobs.items()}
         finally:
             for job in jobs.values():
@@ -324,7 +331,7 @@ class Trainer(ABC):
         engine = self._engine
         return -engine.ranks.greatest(-engine.hidden_states.micro_batch_tokens(engine.base.device))
 
-    def _made_by(self, engine: Engine) -> Models:
+    def _make_models(self, engine: Engine) -> Models:
         if not self._full:
             return AdapterModels(engine, self._settings.path)
         master_device = torch.device("cpu") if self._settings.trainer.offload else engine.base.device

@@ -32,10 +32,15 @@ def is_aligned(size: int) -> bool:
     return size % _ALIGNMENT == 0
 
 
+def aligned(size: int) -> int:
+    """Returns the least size of a row that is not smaller and that grouped products take."""
+    return size + -size % _ALIGNMENT
+
+
 def suits(x: Tensor, out: Tensor, segments: int) -> bool:
     """True if torch has kernels for the grouped products between x [T, in] and out [T, out] of so many segments."""
-    aligned = is_aligned(x.shape[1]) and is_aligned(out.shape[1])
-    return aligned and segments <= MOST_GROUPS and has_kernels(x.device, x.dtype)
+    fits = is_aligned(x.shape[1]) and is_aligned(out.shape[1]) and segments <= MOST_GROUPS
+    return fits and has_kernels(x.device, x.dtype)
 
 
 @cache
@@ -204,8 +209,7 @@ def _copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def _shapes(group: Mapping[str, Pairs]) -> tuple[tuple[int, int], list[tuple[int, int]]]:
     """The shape of a segment's part of a Stack's a, and those of its b."""
     real = {path: [pair for pair in pairs if pair is not None] for path, pairs in group.items()}
-    rank = max(len(a) for pairs in real.values() for a, _ in pairs)
-    rank += -rank % _ALIGNMENT
+    rank = aligned(max(len(a) for pairs in real.values() for a, _ in pairs))
     firsts = [pairs[0] for pairs in real.values()]
     return (len(group) * rank, firsts[0][0].shape[1]), [(len(b), rank) for _, b in firsts]
 

@@ -70,7 +70,9 @@ class LimitReached(Exception):
 
 
 class Budget(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts every torch operation of one datum before it runs, autograd's backward pass included.
+    """Counts every torch operation of one datum, autograd's included, before it runs; a view, which allocates nothing,
+    after it. An operation raises LimitReached over the budget, and TypeError for `out` and, in version 2, for complex
+    numbers.
 
     `measured`: it uses the costs of version 2. Version 1, of losses journalled before, has one cost for all pointwise
     operations, 8 bytes for each element, and takes complex numbers.

@@ -14,7 +14,7 @@ LENGTHS = st.lists(st.lists(st.integers(1, 60), max_size=12), min_size=1, max_si
 
 
 def datums(batch: MicroBatch) -> list[tuple[int, int]]:
-    return [(share.op, int(datum)) for share in batch.shares for datum in share.datums]
+    return [(share.job, int(datum)) for share in batch.shares for datum in share.datums]
 
 
 @given(LENGTHS, st.integers(1, 128), st.booleans())
@@ -41,7 +41,7 @@ def test_blocks_hold_whole_datums_in_the_order_of_their_tokens(lengths: list[lis
 @given(LENGTHS)
 def test_datums_of_an_op_are_together(lengths: list[list[int]]) -> None:
     for batch in cut(lengths, 64, packed=True):
-        ops = [share.op for share in batch.shares]
+        ops = [share.job for share in batch.shares]
         assert ops == sorted(set(ops))
 
 
