@@ -209,11 +209,8 @@ class Trainer(ABC):
         return results
 
     def _step_together(self, params: Mapping[str, AdamParams]) -> Results:
-        """Steps models, each to the bits of its step alone.
-
-        The host waits for the norms of gradients that are not known yet (one that is not finite refuses its step), and
-        then for the norms of the stepped weights.
-        """
+        """Steps models, each to the bits of its step alone. The host waits for gradient norms that are not known yet
+        (one that is not finite refuses its step), and then for those of the stepped weights."""
         self._residency.bring(self._states, params)
         states = {model_id: self._states[model_id] for model_id in params}
         found = step_all([state.begin_step(params[model_id]) for model_id, state in states.items()])
