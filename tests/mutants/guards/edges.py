@@ -52,6 +52,13 @@ MUTANTS = (
         "waited_s = pending.waited_s",
         f"{_REDISPATCH}::test_a_gap_is_given_up_although_the_servers_clock_was_set_back_since_it_was_found",
     ),
+    Mutant(
+        "redispatch: a queue that nobody reads",
+        "workers/maintenance/redispatch.py",
+        "if self._room[pending.queue] <= 0:",
+        "if False:",
+        f"{_REDISPATCH}::test_a_queue_that_nobody_reads_does_not_grow_whoever_leads",
+    ),
     # API processes of an earlier version.
     Mutant(
         "take_calls: an earlier version beside this one",

@@ -12,6 +12,7 @@ _RECOVERY = "tests/property/test_recovery.py"
 _FORMULAS = "workers/backends/training/losses"
 _LOSSES = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/losses/test_losses.py"
 _OUTAGES = "tests/unit/workers/train/test_outages.py"
+_FAULTS = "tests/unit/workers/train/test_runner_faults.py"
 _OWNER = "tests/unit/workers/train/test_owner.py"
 _LEASES = "tests/unit/workers/process/test_leases.py"
 _PADDING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_batch_ops.py"
@@ -321,6 +322,13 @@ MUTANTS = (
         "shares[gpu].get(name, 0.0) + section",
         "section",
         _PLACEMENT,
+    ),
+    Mutant(
+        "backoff: no restore before its time",
+        "workers/train/runner.py",
+        "is None and self._retry_backoff.holds_back(model_id)",
+        "is None and False",
+        f"{_FAULTS}::test_a_model_that_cannot_be_restored_is_tried_once_in_a_pause_and_none_of_its_calls_is_lost",
     ),
     Mutant(
         "gpus: those of a hostfile's ranks are not given away",
