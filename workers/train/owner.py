@@ -148,15 +148,6 @@ class Owner:
         with self._gpu_turn():  # before the lease: waiting is no attempt, and keeps the model from no other trainer
             return self._acquired(model_id)
 
-    def elsewhere(self, model_id: str) -> OwnedElsewhere | None:
-        """Returns the other owner of a model that is not here; None if it has none. Restores nothing. Raises NotFound,
-        Gone."""
-        lease = self._oplog.acquire(model_id, self._worker)
-        if isinstance(lease, OwnedElsewhere):
-            return lease
-        self._oplog.release(model_id, self._worker)
-        return None
-
     def _acquired(self, model_id: str) -> Resident | OwnedElsewhere:
         asked = time.monotonic()
         lease = self._oplog.acquire(model_id, self._worker)

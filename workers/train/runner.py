@@ -84,7 +84,7 @@ class TrainingRunner:
         seq = int(request_id.rpartition(":")[2])
         try:
             if self._owner.resident(model_id) is None and self._retry_backoff.holds_back(model_id):
-                return self._hold_back(request_id, model_id, kind)
+                return self._hold_back(request_id, model_id, seq, kind)
             return self._result_with_gpu(request_id, model_id, seq, kind, may_run_others=may_run_others)
         except (NotFound, Gone):
             self._retry_backoff.forget(model_id)
@@ -105,16 +105,14 @@ class TrainingRunner:
             self._owner.discard(model_id)
             raise
 
-    def _hold_back(self, request_id: str, model_id: str, kind: str) -> Result:
+    def _hold_back(self, request_id: str, model_id: str, seq: int, kind: str) -> Result:
         """Handles a dispatch of a model that backs off, without a restore: it may take seconds, and all other models
-        wait meanwhile. Raises Unavailable unless the Op has ended elsewhere."""
-        elsewhere = self._owner.elsewhere(model_id)
-        if elsewhere is not None:
-            raise self._forwarded(elsewhere, request_id, model_id, kind)
+        wait meanwhile. Raises Requeue unless the Op has ended."""
         result = self._oplog.outcome(request_id)
         if result is None:
-            raise Unavailable(f"{model_id} is not here, and its next try is not due")
-        self._retry_backoff.advanced(model_id)
+            self._retry_backoff.add(model_id, seq, kind)
+            raise Requeue(f"{model_id} is not here, and its next try is not due")
+        self._retry_backoff.drop(model_id, seq)
         return result
 
     def _result_with_gpu(
@@ -195,13 +193,10 @@ class TrainingRunner:
     def _own(self, model_id: str, request_id: str, kind: str) -> Resident:
         resident = self._owner.own(model_id)
         if isinstance(resident, OwnedElsewhere):
-            raise self._forwarded(resident, request_id, model_id, kind)
+            self._retry_backoff.forget(model_id)
+            self._send(kind, request_id, model_id, dispatch.direct_queue(self._queue, resident.node))
+            raise Requeue(f"{model_id} is owned by {resident.node}")
         return resident
-
-    def _forwarded(self, owner: OwnedElsewhere, request_id: str, model_id: str, kind: str) -> Requeue:
-        self._retry_backoff.forget(model_id)
-        self._send(kind, request_id, model_id, dispatch.direct_queue(self._queue, owner.node))
-        return Requeue(f"{model_id} is owned by {owner.node}")
 
     def _serve(self, model_id: str, seq: int, kind: str) -> None:
         """Gives another model its turn. Errors there are handled as if its own dispatch had arrived."""

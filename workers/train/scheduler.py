@@ -268,6 +268,13 @@ class RetryBackoff:
         self._pauses.pop(model_id, None)
         return self._kinds.pop(model_id, {})
 
+    def drop(self, model_id: str, seq: int) -> None:
+        """Drops an Op that has ended elsewhere. A model without any other waiting Op backs off no longer."""
+        waiting = self._kinds[model_id]
+        waiting.pop(seq, None)
+        if not waiting:
+            self.forget(model_id)
+
     def retry_due(self) -> None:
         """Dispatches the first Op of each model whose pause is over; the others follow it."""
         for model_id in list(self._pauses):

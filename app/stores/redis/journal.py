@@ -103,8 +103,8 @@ class RedisOpLog(RedisFutures):
         gradient is lost thereby (any kind but "skip"), Ops that already wait after it, up to and including the next
         optim_step, fail with `reason`. A long reason is cut.
 
-        Raises Unavailable, unless later Ops wait only for this seq, while there is no room or when the refused call
-        1024 seqs before still waits for a worker. It is consumed then when the client sends it again.
+        Raises Unavailable when the refused call 1024 seqs before still waits for a worker and, unless later Ops wait
+        only for this seq, while there is no room. It is consumed when the client sends it again.
         """
         return bool(self._run("refuse", model_id, seq, reason[:_LONGEST_REASON], kind))
 

@@ -10,7 +10,6 @@ _STORES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/
 _OPLOG = f"{_STORES}/test_journal.py"
 _JOURNAL = "tests/property/test_journal.py"
 _CODEC, _NEWER = "tests/unit/app/domain/test_ops.py", "tests/unit/workers/train/test_newer_versions.py"
-_BOUNDS = f"{_STORES}/test_journal_bounds.py"
 _RECOVERY = "tests/property/test_recovery.py"
 _SHARED = "tests/unit/workers/train/test_shared_steps.py"
 
@@ -165,13 +164,6 @@ MUTANTS = (
         "                self.give_up(lease, entry)\n",
         "",
         f"{_SHARED}::test_a_step_that_fails_beside_others_drops_its_gradients",
-    ),
-    Mutant(
-        "refuse: refused calls ahead of their worker have a bound",
-        f"{_LUA}/journal.lua",
-        "if refusal and not is_awaited() then",
-        "if false then",
-        f"{_BOUNDS}::test_few_refused_calls_wait_for_a_worker_unless_others_wait_behind_them",
     ),
     Mutant(
         "window: nothing stands in for a batch that failed",

@@ -161,10 +161,10 @@ local function is_awaited()
          and redis.call('ZCOUNT', journal, '(' .. seq, '+inf') > 0
 end
 
-local refusal = no_room(0)
 if is_waiting then
-  refusal = redis.error_reply('FULL ' .. MOST_REFUSED .. ' refused calls of this model wait for a worker')
+  return redis.error_reply('FULL ' .. MOST_REFUSED .. ' refused calls of this model wait for a worker')
 end
+local refusal = no_room(0)
 if refusal and not is_awaited() then return refusal end
 if is_kept and not is_waiting then redis.call('DEL', former) end  -- `admit` finds its seq consumed
 if ARGV[4] ~= 'skip' then doom(model, seq, reason) end

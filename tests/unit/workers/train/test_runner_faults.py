@@ -278,6 +278,7 @@ def test_a_model_that_cannot_be_restored_is_tried_once_in_a_pause_and_none_of_it
         for seq in (3, 2, 4):
             with pytest.raises(Requeue):
                 worker.handle(seq)
+            assert worker.handle(1) is not None, "the message of an Op that has ended"
             assert not replay_due.client.exists(keys.lease(MODEL)), "another worker may be nearer to the store"
 
     def retry() -> list[str]:
@@ -310,7 +311,10 @@ def test_a_model_that_is_here_is_not_held_back(world: World):
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_what_was_put_off_is_forgotten_once_it_ran_elsewhere_or_its_model_is_no_more(world: World, ended: bool):
+def test_what_was_put_off_is_forgotten_once_it_ran_elsewhere_or_its_model_is_no_more(
+    world: World, ended: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scheduler, "_FIRST_PAUSE_S", 0.0)
     worker, other = world.worker("a/1"), world.worker("b/1")
     worker.handle(0, "create_model")
     world.admit(1, step()[0])
@@ -326,7 +330,8 @@ def test_what_was_put_off_is_forgotten_once_it_ran_elsewhere_or_its_model_is_no_
     assert worker.retry_backoff.forget(MODEL) == {}
 
 
-def test_what_was_put_off_is_forgotten_once_its_model_is_not_even_known(world: World):
+def test_what_was_put_off_is_forgotten_once_its_model_is_not_even_known(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scheduler, "_FIRST_PAUSE_S", 0.0)
     worker = world.worker("a/1")
     worker.handle(0, "create_model")
     world.admit(1, step()[0])
@@ -338,7 +343,8 @@ def test_what_was_put_off_is_forgotten_once_its_model_is_not_even_known(world: W
     assert worker.retry_backoff.forget(MODEL) == {}
 
 
-def test_what_was_put_off_is_forgotten_once_its_model_is_owned_elsewhere(world: World):
+def test_what_was_put_off_is_forgotten_once_its_model_is_owned_elsewhere(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(scheduler, "_FIRST_PAUSE_S", 0.0)
     worker = world.worker("a/1")
     world.worker("b/1").handle(0, "create_model")
     world.admit(1, step()[0])
