@@ -144,7 +144,8 @@ def more(kind: str, before: tuple[float, float, float]) -> list[float]:
     return [new - old for new, old in zip(failures(kind), before, strict=True)]
 
 
-def test_an_op_that_is_given_up_is_counted_once_with_all_its_attempts(world: World):
+def test_an_op_that_is_given_up_is_counted_once_with_all_its_attempts(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("workers.train.scheduler._FIRST_PAUSE_S", 0.0)
     before = failures("create_model")
     die(world, 0, 3)
     worker = world.worker("a/1")
