@@ -153,7 +153,6 @@ local MOST_REFUSED = 1024
 local journal = 'tinsmith:journal:' .. model
 local former = 'tinsmith:future:' .. model .. ':' .. (seq - MOST_REFUSED)
 local is_kept = redis.call('HEXISTS', former, 'refused') == 1
-local is_waiting = is_kept and seq - MOST_REFUSED > tonumber(applied)
 
 -- If later Ops wait only for this seq, its record lets them run, and so frees memory.
 local function is_awaited()
@@ -161,12 +160,12 @@ local function is_awaited()
          and redis.call('ZCOUNT', journal, '(' .. seq, '+inf') > 0
 end
 
-if is_waiting then
+if is_kept and seq - MOST_REFUSED > tonumber(applied) then
   return redis.error_reply('FULL ' .. MOST_REFUSED .. ' refused calls of this model wait for a worker')
 end
 local refusal = no_room(0)
 if refusal and not is_awaited() then return refusal end
-if is_kept and not is_waiting then redis.call('DEL', former) end  -- `admit` finds its seq consumed
+if is_kept then redis.call('DEL', former) end  -- `admit` finds its seq consumed
 if ARGV[4] ~= 'skip' then doom(model, seq, reason) end
 local now = now_ms()
 redis.call('HSET', 'tinsmith:op:' .. request, 'kind', ARGV[4], 'attempts', 0, 'admitted', now,
