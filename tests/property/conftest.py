@@ -10,6 +10,7 @@ import redis
 from app.stores.redis.client import connect
 from tests.servers import start_valkey
 from workers.checkpoints import transfer
+from workers.train import scheduler
 
 
 @pytest.fixture(scope="session")
@@ -39,5 +40,6 @@ def no_power_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries a failed download at once."""
+    """Retries a failed download at once, and a model that was put off at its next dispatch."""
     monkeypatch.setattr(transfer, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(scheduler, "_FIRST_PAUSE_S", 0.0)
