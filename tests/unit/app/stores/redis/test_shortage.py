@@ -55,7 +55,7 @@ def test_a_refused_call_stores_nothing_without_room_and_no_step_runs_on_part_of_
     with pytest.raises(Unavailable):  # the step waits for another call too
         oplog.refuse(MODEL, 2, "too long", "lost_batch")
     for seq in (1, 2):
-        assert oplog.refuse(MODEL, seq, "it never came", "drop_gradients"), "the gap is given up"
+        assert oplog.refuse(MODEL, seq, "it never came", "drop_gradients"), "a gap needs no room"
     assert oplog.entry(MODEL, 3).doomed == "it never came"
 
 
