@@ -13,6 +13,8 @@ SCHEMA_VERSION = 1
 # That of a snapshot between a forward_backward and its optim_step. An earlier version would forget the gradients.
 WINDOW_VERSION = 2
 MANIFEST = "manifest.json"
+UNHASHED = "unhashed.json"
+"""The manifest of a checkpoint in shared memory, whose files have no sha256: the upload computes them."""
 WINDOW = "window.json"
 """The file of a snapshot with its gradient accumulation window, unless that is empty."""
 MODELS = "models"

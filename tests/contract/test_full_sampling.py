@@ -49,6 +49,13 @@ def test_it_samples_what_was_trained(full: tinker.TrainingClient, stack: Stack, 
     assert tokens == drawn[0, len(PROMPT) :].tolist()
 
 
+def test_new_weights_are_read_from_shared_memory_without_a_copy(full: tinker.TrainingClient, stack: Stack) -> None:
+    train(full, 1)
+    greedy(newest(full))
+    fetched = (stack.data_dir / "cache").rglob("model*.safetensors")
+    assert [path for path in fetched if full.get_info().model_id in str(path)] == []
+
+
 def test_snapshots_stay_as_they_were_however_often_they_take_turns(full: tinker.TrainingClient) -> None:
     snapshots, wanted = [], []
     for _ in range(2):

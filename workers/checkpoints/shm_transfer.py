@@ -7,6 +7,7 @@ rebuilt from the journal.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
@@ -14,13 +15,13 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import redis
 
-from app.domain.checkpoints import MANIFEST, MODELS, CheckpointPrefix
+from app.domain.checkpoints import MODELS, CheckpointPrefix
 from app.domain.records import Model, ShmTransfer
 from app.stores.objects.base import ObjectStore, check_key
 from app.stores.objects.notes import remove_checkpoint
@@ -73,7 +74,7 @@ class ShmTransfers:
     def size(self, prefix: str) -> int:
         """The bytes of a checkpoint that was put there."""
         folder = self._folder.find(prefix)
-        return transfer.manifest_in(folder).size if folder else 0
+        return transfer.transferred(folder).size if folder else 0
 
     def upload(self, model_id: str) -> None:
         """Uploads the recorded transfers of a model."""
@@ -177,12 +178,12 @@ class ShmFolder:
         return folder if self._is_ours() and folder.is_dir() else None
 
     def take(self, prefix: str, target: Path) -> bool:
-        """Links or copies the files, manifest included, into a new folder; False when they are not here (any more)."""
+        """Links or copies the files into a new folder. Returns False when they are not here (any more)."""
         source = self.find(prefix)
         if source is None:
             return False
         try:
-            names = [*transfer.manifest_in(source).files, MANIFEST]
+            names = [*transfer.transferred(source).files]
             target.mkdir()
             for name in names:
                 _bring(source / name, target / name)
@@ -191,16 +192,30 @@ class ShmFolder:
             return False
         return True
 
+    @contextmanager
+    def reading(self, prefix: str) -> Iterator[Path | None]:
+        """Yields the folder of the files, which stay until the block ends; None when they are not here (any more)."""
+        folder = None
+        with ExitStack() as stack:
+            if self._is_ours():
+                with suppress(FileNotFoundError):
+                    folder = stack.enter_context(self._locked(prefix, fcntl.LOCK_SH))
+            yield folder
+
     def prefixes(self) -> Iterator[str]:
-        for manifest in self.root.glob(f"*/{MANIFEST}"):
-            prefix = manifest.parent.name.replace(_SLASH, "/")
+        for folder in self.root.glob("*"):
+            prefix = folder.name.replace(_SLASH, "/")
             if CheckpointPrefix.parse(prefix):
                 yield prefix
 
     def remove(self, prefix: str) -> None:
-        """Removes a checkpoint; no reader sees a part of it."""
-        with suppress(FileNotFoundError), tempfile.TemporaryDirectory(dir=self.root, prefix=_GONE) as gone:
-            self._at(prefix).rename(Path(gone) / "files")
+        """Removes a checkpoint, unless a sampler reads it in place. No reader sees a part of it."""
+        with (
+            suppress(FileNotFoundError, BlockingIOError),
+            self._locked(prefix, fcntl.LOCK_EX | fcntl.LOCK_NB) as folder,
+            tempfile.TemporaryDirectory(dir=self.root, prefix=_GONE) as gone,
+        ):
+            folder.rename(Path(gone) / "files")
 
     def release(self, prefix: str) -> None:
         """Marks a checkpoint that is also elsewhere; it may be removed when room is needed."""
@@ -226,6 +241,22 @@ class ShmFolder:
         for leftover in (*self.root.glob(f"{_NEW}*"), *self.root.glob(f"{_GONE}*")):
             if _is_stale(leftover):
                 shutil.rmtree(leftover, ignore_errors=True)
+
+    @contextmanager
+    def _locked(self, prefix: str, how: int) -> Iterator[Path]:
+        """Locks the folder of a checkpoint, for its readers or for its removal. The end of a process unlocks it too.
+
+        Raises FileNotFoundError without a folder, and BlockingIOError with LOCK_NB.
+        """
+        folder = self._at(prefix)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, how)
+            if not os.path.samestat(os.fstat(descriptor), folder.stat()):
+                raise FileNotFoundError(f"{folder} was removed meanwhile")
+            yield folder
+        finally:
+            os.close(descriptor)
 
     def _write(self, target: Path, fill: Callable[[Path], None], size: int) -> None:
         self._check_room(size)  # writing a full model in vain costs time, and memory

@@ -20,10 +20,19 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from app.domain.checkpoints import MANIFEST, SCHEMA_VERSION, WINDOW, WINDOW_VERSION, Expiry, FileEntry, Manifest
+from app.domain.checkpoints import (
+    MANIFEST,
+    SCHEMA_VERSION,
+    UNHASHED,
+    WINDOW,
+    WINDOW_VERSION,
+    Expiry,
+    FileEntry,
+    Manifest,
+)
 from app.domain.ops import LoraSpec
 from app.errors import Fenced, NotFound, ServerOpError, Unavailable
-from app.stores.objects.base import ObjectStore, check_key, flush_folder
+from app.stores.objects.base import ObjectStore, check_key
 from workers.backends.training.base import OPTIMIZER_FILE
 
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -59,9 +68,12 @@ def describe(
     user_metadata: Mapping[str, str] | None = None,
     expiry: Expiry = _FOR_EVER,
     critic: bool = False,
+    hashed: bool = True,
 ) -> Manifest:
-    """The manifest of the files in `folder`; the other arguments are its fields."""
-    files = {source.name: file_entry(source) for source in sorted(folder.iterdir())}
+    """The manifest of the files in `folder`, without their sha256 unless `hashed`; the other arguments are its
+    fields."""
+    entry = file_entry if hashed else _unhashed_entry
+    files = {source.name: entry(source) for source in sorted(folder.iterdir())}
     return Manifest(
         path=path,
         generation=generation,
@@ -110,10 +122,10 @@ def complete(store: ObjectStore, prefix: str, folder: Path) -> None:
     """
     if is_there(store, prefix):
         return
-    manifest, entries = manifest_in(folder), {}
-    for name, entry in manifest.files.items():
-        key = f"{prefix}/{name}"
-        entries[name] = entry if store.put_new(key, folder / name) else _stored_entry(store, key)
+    manifest, entries = transferred(folder), {}
+    for name in manifest.files:
+        key, source = f"{prefix}/{name}", folder / name
+        entries[name] = file_entry(source) if store.put_new(key, source) else _stored_entry(store, key)
     store.put_new(f"{prefix}/{MANIFEST}", replace(manifest, files=entries).to_json())
 
 
@@ -132,15 +144,21 @@ def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
     return fetch_manifest(store, f"{prefix}/{MANIFEST}")
 
 
-def seal(folder: Path, manifest: Manifest) -> None:
+def seal(folder: Path, manifest: Manifest, name: str = MANIFEST) -> None:
     """Makes a local folder a checkpoint: writes its manifest last."""
-    (folder / MANIFEST).write_bytes(manifest.to_json())
+    (folder / name).write_bytes(manifest.to_json())
 
 
-def manifest_in(folder: Path) -> Manifest:
+def manifest_in(folder: Path, name: str = MANIFEST) -> Manifest:
     """Reads the manifest in a local folder. Raises ServerOpError when it cannot be understood, OSError when it cannot
     be read."""
-    return parse_manifest((folder / MANIFEST).read_bytes(), f"in {folder}")
+    return parse_manifest((folder / name).read_bytes(), f"in {folder}")
+
+
+def transferred(folder: Path) -> Manifest:
+    """Reads the manifest of a checkpoint in shared memory. Raises as `manifest_in` does."""
+    hashed = (folder / MANIFEST).exists()  # an earlier version wrote it
+    return manifest_in(folder, MANIFEST if hashed else UNHASHED)
 
 
 def verify(folder: Path) -> Manifest:
@@ -154,17 +172,18 @@ def verify(folder: Path) -> Manifest:
 
 
 Nearby = Callable[[str, Path], bool]
-"""(prefix, folder): creates the folder with a checkpoint's files and manifest. Returns False when this machine does not
-have the checkpoint."""
+"""(prefix, folder): creates the folder with a checkpoint's files. Returns False when this machine does not have the
+checkpoint."""
 
 
 def fetch(store: ObjectStore, prefix: str, cache_dir: Path, nearby: Nearby = lambda prefix, folder: False) -> Path:
-    """Returns a local folder with the checkpoint's files and manifest: taken from `nearby`, or downloaded, once for
-    each `cache_dir`.
+    """Returns a local folder with the checkpoint's files: taken from `nearby`, or downloaded with the manifest, once
+    for each `cache_dir`.
 
     The folder appears after every downloaded size and sha256 was verified, however many threads and processes ask for
-    it. It stays until `forget`. Raises NotFound when there is no such checkpoint, ServerOpError when the stored files
-    are damaged, and Unavailable when it cannot be read now, or the local disk is full.
+    it. It stays until `forget`, and is not flushed to the disk: the next process empties the cache. Raises NotFound
+    when there is no such checkpoint, ServerOpError when the stored files are damaged, and Unavailable when it cannot be
+    read now, or the local disk is full.
     """
     folder = cache_dir / check_key(prefix)
     if folder.is_dir():
@@ -218,7 +237,6 @@ def _bring(store: ObjectStore, prefix: str, folder: Path, cache_dir: Path, nearb
             _download(store, prefix, files)
         folder.parent.mkdir(parents=True, exist_ok=True)
         files.rename(folder)
-        flush_folder(folder.parent)
 
 
 def _download(store: ObjectStore, prefix: str, files: Path) -> None:
@@ -298,6 +316,10 @@ def file_entry(file: Path) -> FileEntry:
     with file.open("rb") as data:
         digest = hashlib.file_digest(data, "sha256").hexdigest()
     return FileEntry(file.stat().st_size, digest)
+
+
+def _unhashed_entry(file: Path) -> FileEntry:
+    return FileEntry(file.stat().st_size, "")
 
 
 def _tries() -> Iterator[None]:

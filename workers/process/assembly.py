@@ -370,7 +370,8 @@ def _adapters(parts: Parts, serving: Serving[SamplerBackend], fair_queue: FairQu
             parts.dispatcher.send(dispatch.CATCH_UP, request_id, place.model_id, trainers)
 
     nearby, cache, sampler = parts.shm_folder, parts.fresh_cache_folder(), serving.base.sampler
-    files = AdapterFiles(parts.store, parts.records, nearby, cache, sampler.cache_bytes, request_owner)
+    most_bytes, full = sampler.cache_bytes, serving.full
+    files = AdapterFiles(parts.store, parts.records, nearby, cache, most_bytes, request_owner, in_place=full)
     at_a_time = 1 if serving.full else sampler.max_loras
     loaded = 1 if serving.full else sampler.loaded_loras
     return Adapters(serving.backend, files, AdapterScheduler(at_a_time, fair_queue), loaded, serving.gpu_turn)

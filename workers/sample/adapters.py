@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from app.domain.records import ShmTransfer
@@ -171,6 +171,9 @@ class AdapterFiles:
     """Adapter files on this machine, by object-store prefix. Files in use stay; of the others, the last used stay, up
     to `most_bytes`.
 
+    With `in_place` the files in shared memory are used there, and kept there as long as they are in use. That suits all
+    weights of a model, whose copy would take seconds. Otherwise they are copied, and leave room there for others.
+
     `request_owner(prefix)` is called when some trainer has to own the adapter's model, to upload the adapter or rebuild
     it.
     """
@@ -183,13 +186,18 @@ class AdapterFiles:
         cache_dir: Path,
         most_bytes: int,
         request_owner: Callable[[str], None],
+        *,
+        in_place: bool = False,
     ) -> None:
+        self._in_place = in_place
         self._store, self._index, self._transfers = store, index, transfers
         self._cache_dir, self._most_bytes, self._request_owner = cache_dir, most_bytes, request_owner
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()
         """Bytes of the adapter files on this machine by prefix, the least recently used first."""
         self._in_use: Counter[str] = Counter()
+        self._readings: dict[str, tuple[Path, ExitStack]] = {}
+        """The folders in shared memory that are in use, each with what keeps it there."""
         self._fetching: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._missed: dict[str, float] = {}
 
@@ -215,6 +223,8 @@ class AdapterFiles:
             self.release(prefix)
             raise
         with self._lock:
+            if prefix in self._readings:
+                return folder
             if prefix not in self._sizes:
                 self._sizes[prefix] = sum(path.stat().st_size for path in folder.iterdir())
             self._sizes.move_to_end(prefix)
@@ -225,6 +235,8 @@ class AdapterFiles:
             self._in_use[prefix] -= 1
             if not self._in_use[prefix]:
                 del self._in_use[prefix], self._fetching[prefix]
+                if prefix in self._readings:
+                    self._readings.pop(prefix)[1].close()
             self._forget_unused()
 
     def _fetch(self, prefix: str) -> Path:
@@ -233,7 +245,7 @@ class AdapterFiles:
         on_record = True
         while True:
             try:
-                folder = transfer.fetch(self._store, prefix, self._cache_dir, self._transfers.take)
+                folder = self._shared(prefix) or self._copied(prefix)
             except NotFound:
                 if not on_record:
                     raise ServerOpError("the adapter's files are gone; save the weights again") from None
@@ -243,6 +255,20 @@ class AdapterFiles:
             on_record = self._index.get(ShmTransfer.namespace, prefix) is not None
             if on_record:
                 self._wait_for(prefix)
+
+    def _shared(self, prefix: str) -> Path | None:
+        if not self._in_place:
+            return None
+        if prefix not in self._readings:
+            reading = ExitStack()
+            folder = reading.enter_context(self._transfers.reading(prefix))
+            if folder is None:
+                return None
+            self._readings[prefix] = folder, reading
+        return self._readings[prefix][0]
+
+    def _copied(self, prefix: str) -> Path:
+        return transfer.fetch(self._store, prefix, self._cache_dir, self._transfers.take)
 
     def _wait_for(self, prefix: str) -> None:
         since = self._missed.setdefault(prefix, time.monotonic())

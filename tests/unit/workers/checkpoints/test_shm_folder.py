@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import time
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from app.domain.checkpoints import MANIFEST
+from app.domain.checkpoints import MANIFEST, UNHASHED
 from tests.full_disk import full_disk
 from workers.checkpoints import transfer
 from workers.checkpoints.shm_transfer import ShmFolder
@@ -26,7 +27,8 @@ def sealed(content: bytes = b"weights") -> Callable[[Path], None]:
     def fill(folder: Path) -> None:
         (folder / "adapter.bin").write_bytes(content)
         about = {"path": "", "generation": "1-1", "model_id": MODEL, "owner": "me", "base_model": "base"}
-        transfer.seal(folder, transfer.describe(folder, **about, lora=None, seq=1, epoch=1))
+        manifest = transfer.describe(folder, **about, lora=None, seq=1, epoch=1, hashed=False)
+        transfer.seal(folder, manifest, UNHASHED)
 
     return fill
 
@@ -49,7 +51,6 @@ def test_what_is_written_can_be_taken_and_outlives_its_removal(folder: ShmFolder
     folder.remove(prefix(1))
     assert folder.find(prefix(1)) is None
     assert (tmp_path / "taken" / "adapter.bin").read_bytes() == b"weights"
-    assert transfer.verify(tmp_path / "taken").seq == 1
 
 
 def test_it_is_taken_onto_another_file_system_too(folder: ShmFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -59,7 +60,7 @@ def test_it_is_taken_onto_another_file_system_too(folder: ShmFolder, tmp_path: P
     assert folder.write(prefix(1), sealed())
     monkeypatch.setattr(Path, "hardlink_to", refuse)
     assert folder.take(prefix(1), tmp_path / "taken")
-    assert transfer.verify(tmp_path / "taken").seq == 1
+    assert (tmp_path / "taken" / "adapter.bin").read_bytes() == b"weights"
 
 
 def test_what_is_there_stays_as_it_is(folder: ShmFolder, tmp_path: Path):
@@ -68,6 +69,50 @@ def test_what_is_there_stays_as_it_is(folder: ShmFolder, tmp_path: Path):
     assert folder.write(prefix(1), sealed(b"other"))
     assert folder.take(prefix(1), tmp_path / "taken")
     assert (tmp_path / "taken" / "adapter.bin").read_bytes() == b"first"
+
+
+def test_what_is_read_in_place_stays_until_its_last_reader_leaves(folder: ShmFolder):
+    with folder.reading(prefix(1)) as found:
+        assert found is None
+    folder.write(prefix(1), sealed())
+    with folder.reading(prefix(1)) as first:
+        with folder.reading(prefix(1)) as second:
+            assert first == second == folder.find(prefix(1))
+        folder.remove(prefix(1))
+        age(folder, prefix(1))
+        folder.make_room(lambda prefix: False)
+        assert first is not None
+        assert (first / "adapter.bin").read_bytes() == b"weights"
+    folder.make_room(lambda prefix: False)
+    assert folder.find(prefix(1)) is None
+
+
+def test_a_reader_that_waits_for_a_removal_finds_nothing(folder: ShmFolder, monkeypatch: pytest.MonkeyPatch):
+    """It opened the folder before, and must not take it for one that is there."""
+    flock = fcntl.flock
+
+    def removed_meanwhile(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        folder.remove(prefix(1))
+        folder.write(prefix(1), sealed(b"again"))
+        flock(descriptor, how)
+
+    folder.write(prefix(1), sealed())
+    monkeypatch.setattr(fcntl, "flock", removed_meanwhile)
+    with folder.reading(prefix(1)) as found:
+        assert found is None
+
+
+def test_what_an_earlier_version_wrote_is_read_too(folder: ShmFolder, tmp_path: Path):
+    """It wrote the manifest with its sha256 at once."""
+
+    def fill(target: Path) -> None:
+        sealed()(target)
+        (target / UNHASHED).rename(target / MANIFEST)
+
+    folder.write(prefix(1), fill)
+    assert folder.take(prefix(1), tmp_path / "taken")
+    assert (tmp_path / "taken" / "adapter.bin").read_bytes() == b"weights"
 
 
 def test_nothing_is_seen_of_what_is_being_written(folder: ShmFolder, tmp_path: Path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from app.domain.checkpoints import MANIFEST
+from app.domain.checkpoints import MANIFEST, UNHASHED
 from app.domain.ops import SaveWeights
 from app.domain.records import Sampler, ShmTransfer
 from app.errors import Requeue, ServerOpError, Unavailable
@@ -104,6 +104,10 @@ def test_weights_are_sampled_on_their_machine_before_the_object_store_has_them(w
     prefix = transferred(worker, world, 0)
     assert applied(world) == 3, "the save is committed while the store takes nothing"
     assert store.list(prefix) == [] and on_record(world) == [prefix]
+    written = worker.shm_transfers._folder.find(prefix)
+    assert written is not None
+    entries = transfer.transferred(written).files
+    assert {entry.sha256 for entry in entries.values()} == {""}, "no sampler waits for a hash"
     wanted = expected(world, 0)
     with files(world, store, "a").use(prefix) as folder:
         assert (folder / ADAPTER_FILE).read_bytes() == wanted
@@ -294,9 +298,9 @@ def test_two_owners_that_upload_at_once_agree_on_one_of_their_copies(world: Worl
     content = bytearray((theirs / ADAPTER_FILE).read_bytes())
     content[-1] ^= 1
     (theirs / ADAPTER_FILE).write_bytes(content)
-    (theirs / MANIFEST).unlink()
+    (theirs / UNHASHED).unlink()
     about = {"path": "", "generation": "3-1", "model_id": MODEL, "owner": "me", "base_model": "base"}
-    transfer.seal(theirs, transfer.describe(theirs, **about, lora=LORA, seq=3, epoch=1))
+    transfer.seal(theirs, transfer.describe(theirs, **about, lora=LORA, seq=3, epoch=1, hashed=False), UNHASHED)
     store.put_new(f"{prefix}/{ADAPTER_FILE}", theirs / ADAPTER_FILE)  # they are half-way when this upload begins
     transfer.complete(store, prefix, mine)
     transfer.complete(store, prefix, theirs)

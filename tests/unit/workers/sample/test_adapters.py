@@ -16,6 +16,7 @@ import redis
 import torch
 from torch import nn
 
+from app.domain.checkpoints import UNHASHED
 from app.domain.ops import LoraSpec
 from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
@@ -247,11 +248,15 @@ def test_a_storm_of_more_adapters_than_fit_gives_each_request_its_own_text(
     assert most <= 6, "4 that are kept, and for a moment the 2 that come in"
 
 
+VERSION = "models/session:train:0/sampler_weights/ephemeral-3/3-1"
+
+
 class OneAtATime(RecordingBackend):
     """Fully fine-tuned models: each replaces the one before."""
 
     def load(self, adapter_id: str, folder: Path) -> None:
         self.here.clear()
+        self.folder = folder
         super().load(adapter_id, folder)
 
     def evict(self, adapter_id: str) -> None:
@@ -274,3 +279,30 @@ def test_full_models_take_turns_and_none_is_swapped_while_it_is_used(make: Make)
     last = backend.loads[-1]
     with models.use(last, "me", RequestHandle()):
         assert backend.here == {last}
+
+
+def test_all_weights_of_a_model_are_read_where_the_trainer_wrote_them(
+    store: CountingStore, client: redis.Redis, tmp_path: Path
+):
+    """A copy of an 8B model would take seconds. Its files stay there as long as the engine holds the model."""
+
+    def fill(folder: Path) -> None:
+        (folder / "adapter.safetensors").write_bytes(VERSION.encode())
+        transfer.seal(folder, transfer.describe(folder, **ABOUT, lora=None, seq=3, epoch=1, hashed=False), UNHASHED)
+
+    transfers, cache = ShmFolder(tmp_path / "handover", 2**30), tmp_path / "cache"
+    assert transfers.write(VERSION, fill)
+    files = AdapterFiles(store, RedisRecords(client), transfers, cache, 2**30, print, in_place=True)
+    backend = OneAtATime()
+    models = Adapters(backend, files, AdapterScheduler(1, FairQueue()), 1, nullcontext)
+    with models.use(VERSION, "me", RequestHandle()), models.use(VERSION, "me", RequestHandle()):
+        pass
+    assert backend.folder == transfers.find(VERSION)
+    assert not cache.exists()
+    transfers.remove(VERSION)
+    with models.use(VERSION, "me", RequestHandle()):
+        assert transfers.find(VERSION) is not None, "a loaded model keeps its files"
+    with models.use("a", "me", RequestHandle()):
+        assert store.fetched == ["a"], "what is not in shared memory comes from the store"
+    transfers.remove(VERSION)
+    assert transfers.find(VERSION) is None
