@@ -26,7 +26,6 @@ _ALL_WEIGHTS = 0
 _ROUNDS = 12
 _SAVE = "save_weights"
 _GOAL_MS = 1000.0
-_FULL_GOAL_MS = 2000.0
 _ONE_TOKEN = types.SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -34,7 +33,7 @@ def run(folder: Path) -> Outcome:
     base = models.bundled()
     sections = {"full": TrainerSettings(), "full_sampler": base.sampler}
     adapter = measured(_new(folder / "adapter"), base, _GOAL_MS)
-    full = measured(_new(folder / "full"), base.model_copy(update=sections), _FULL_GOAL_MS, _ALL_WEIGHTS)
+    full = measured(_new(folder / "full"), base.model_copy(update=sections), _GOAL_MS, _ALL_WEIGHTS)
     return Outcome({**adapter.figures, "full": full.figures}, (*adapter.goals, *full.goals))
 
 
