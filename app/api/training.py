@@ -58,6 +58,8 @@ _BATCH_BODY = {
 _FORWARD_BODY = {"required": True, "description": "model_id, seq_id, and forward_input with a batch.", "content": _JSON}
 
 _ADAM_DEFAULTS = AdamParams()
+# An SSH key of RSA with 4,096 bits has 724 characters, and a comment may follow.
+_LONGEST_KEY = 4096
 
 weights_blueprint = make("weights", "Weights")
 
@@ -201,7 +203,7 @@ def save_weights_for_sampler(asked: dict[str, Any]) -> dict[str, str]:
 class SaveWeightsExternal(_Save):
     path = identifier()
     age_encryption_recipients = fields.List(
-        fields.String(validate=validate.Length(1, 128)), allow_none=True, validate=validate.Length(max=10)
+        fields.String(validate=validate.Length(1, _LONGEST_KEY)), allow_none=True, validate=validate.Length(max=10)
     )
     format = fields.String(
         allow_none=True,

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from pyrage import RecipientError, x25519
 
-from app import ids
+from app import age, ids
 from app.domain.losses import CLIP_HIGH, CLIP_LOW, LOSSES, NOT_OFFERED, CustomLoss, LossSpec, losses_of
 from app.domain.ops import AdamParams, Batch, ForwardBackward, LoraSpec, Ragged
 from app.domain.records import BaseModelInfo, Checkpoint, Model
@@ -117,13 +116,14 @@ def exports_merged(asked: str | None, model: Model) -> bool:
 
 def check_recipients(recipients: Sequence[str]) -> tuple[str, ...]:
     """The recipients without repeats, in order, so that a repeated call is the same call. Raises BadRequest for a text
-    that is no age public key."""
+    that is no public key of age or SSH."""
     for recipient in recipients:
         try:
-            x25519.Recipient.from_str(recipient)
-        except RecipientError:
+            age.recipient(recipient)
+        except ValueError:
             raise BadRequest(
-                f"{recipient[:80]!r} is not an age recipient: give a public key such as age-keygen prints (age1...)"
+                f"{recipient[:80]!r} is not an age recipient: give a public key such as age-keygen prints (age1...), "
+                "or one of SSH (ssh-ed25519 ..., ssh-rsa ...)"
             ) from None
     return tuple(sorted(set(recipients)))
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pyrage
 
-from app import ids
+from app import age, ids
 from app.domain.checkpoints import UNHASHED, CheckpointPrefix, Expiry, Manifest
 from app.domain.ops import LoraSpec, SaveWeights
 from app.domain.progress import Point
@@ -240,7 +240,7 @@ def encrypt(folder: Path, recipients: Iterable[str]) -> None:
 
     Raises OSError when the disk is full, which pyrage's own `encrypt_file` would not notice.
     """
-    keys = [pyrage.x25519.Recipient.from_str(recipient) for recipient in recipients]
+    keys = [age.recipient(recipient) for recipient in recipients]
     for source in sorted(folder.iterdir()):
         with source.open("rb") as data, source.with_name(source.name + ENCRYPTED).open("wb") as target:
             pyrage.encrypt_io(data, target, keys)

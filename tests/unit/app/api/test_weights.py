@@ -15,6 +15,7 @@ from app import ids
 from app.domain import ops
 from app.domain.records import Checkpoint
 from app.errors import Unavailable
+from tests import ssh_keys
 from tests.unit.app.api.test_copies import delete, rebuilt, saved
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api
@@ -122,6 +123,14 @@ def test_an_export_for_recipients_names_each_once(api: Api) -> None:
     assert op_of(api, model, 1) == ops.SaveWeights("external_weights", "a", recipients=(first, second))
 
 
+@pytest.mark.parametrize("kind", ssh_keys.KINDS)
+def test_an_export_for_an_ssh_key_is_taken(api: Api, kind: str) -> None:
+    model, public = api.model(), ssh_keys.generate(kind).public
+    body = {"model_id": model, "seq_id": 1, "path": "a", "age_encryption_recipients": [public]}
+    assert api.post("save_weights_external", body).status_code == 200
+    assert op_of(api, model, 1) == ops.SaveWeights("external_weights", "a", recipients=(public,))
+
+
 def test_an_encrypted_checkpoint_is_neither_loaded_nor_sampled(api: Api) -> None:
     model = api.model()
     path = save_checkpoint(api, model, "external_weights", files=["adapter_model.safetensors.age"])
@@ -148,6 +157,12 @@ BAD_SAVES: dict[str, tuple[str, dict[str, Any], int, str]] = {
         "user_metadata.\ud800",
     ),
     "no age key": ("save_weights_external", {"path": "a", "age_encryption_recipients": ["age1x"]}, 400, "'age1x'"),
+    "no ssh key": (
+        "save_weights_external",
+        {"path": "a", "age_encryption_recipients": ["ssh-rsa x"]},
+        400,
+        "'ssh-rsa x'",
+    ),
     "too many readers": ("save_weights_external", {"path": "a", "age_encryption_recipients": ["a"] * 11}, 422, "age_"),
     "form": ("save_weights_external", {"path": "a", "format": "gguf"}, 400, "'gguf'"),
     "of an unknown kind": (

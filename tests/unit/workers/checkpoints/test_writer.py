@@ -12,6 +12,7 @@ import pytest
 from app.domain.ops import SaveWeights
 from app.errors import Requeue
 from app.stores.objects.folder import FolderStore
+from tests import ssh_keys
 from tests.unit.workers.conftest import World
 from workers.backends.training.base import Writer
 from workers.checkpoints.writer import encrypt
@@ -35,6 +36,14 @@ def test_each_recipient_reads_every_file_and_nobody_else_any(folder: Path):
         assert {name: pyrage.decrypt(files[f"{name}.age"], [key]) for name in CONTENT} == CONTENT
     with pytest.raises(pyrage.DecryptError):
         pyrage.decrypt(files["adapter_config.json.age"], [pyrage.x25519.Identity.generate()])
+
+
+@pytest.mark.parametrize("kind", ssh_keys.KINDS)
+def test_the_holder_of_an_ssh_key_reads_every_file(folder: Path, kind: str):
+    key = ssh_keys.generate(kind)
+    encrypt(folder, [key.public])
+    identity = pyrage.ssh.Identity.from_buffer(key.private)
+    assert {name: pyrage.decrypt((folder / f"{name}.age").read_bytes(), [identity]) for name in CONTENT} == CONTENT
 
 
 def test_a_full_disk_is_noticed(folder: Path):
