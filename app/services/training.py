@@ -260,7 +260,8 @@ class RouteService:
         self._records, self._oplog, self._files = store, oplog, files
 
     def find(self, caller: Caller, base_model: str, tokens: Ragged, spans: Sequence[Sequence[Span]]) -> Ragged | None:
-        """The routes of each datum's tokens, none_of where a token has none. None without any span.
+        """The routes of each datum's tokens, none_of where a token has none. None where no span names a
+        token.
 
         Raises BadRequest for a sequence that has no routes or that the caller may not read, with the same text, for
         spans that do not fit the datum, for more than MAX_SPANS, and for routes of more than MAX_ROUTE_BYTES.
@@ -268,17 +269,16 @@ class RouteService:
         count = sum(len(datum) for datum in spans)
         if count > MAX_SPANS:
             raise BadRequest(f"the batch has {count} model_input_spans, more than {MAX_SPANS}; send fewer datums")
-        first = next((span.sequence_id for datum in spans for span in datum), None)
-        if first is None:
+        placed = sorted(_placed(tokens, spans), key=lambda place: place.span.sequence_id)
+        if not placed:
             return None
-        blank = self._read(caller, base_model, first).prompt_routes[:0]
+        blank = self._read(caller, base_model, placed[0].span.sequence_id).prompt_routes[:0]
         size = len(tokens.values) * prod(blank.shape[1:]) * blank.itemsize
         if size > MAX_ROUTE_BYTES:
             raise BadRequest(
                 f"the routes of this batch take {size} bytes, more than {MAX_ROUTE_BYTES}; send fewer datums"
             )
         routes = [np.full((len(own), *blank.shape[1:]), none_of(blank.dtype), blank.dtype) for own in tokens]
-        placed = sorted(_placed(tokens, spans), key=lambda place: place.span.sequence_id)
         for sequence_id, places in groupby(placed, lambda place: place.span.sequence_id):  # each is read once
             sequence = self._read(caller, base_model, sequence_id)
             for place in places:
@@ -328,13 +328,14 @@ def _is_same(content: str, loss: CustomLoss) -> bool:
 
 
 def _placed(tokens: Ragged, spans: Sequence[Sequence[Span]]) -> Iterator[_Place]:
-    """Yields the place of each span. A datum without spans has none. Raises BadRequest for spans that do not cover
-    their datum."""
+    """Yields the place of each span that has tokens. A datum without spans has none. Raises BadRequest for spans that
+    do not cover their datum."""
     for i, (own, cover) in enumerate(zip(tokens, spans, strict=True)):
         covered = sum(span.length for span in cover)
-        if cover and (covered != len(own) or any(span.offset < 0 or span.length < 1 for span in cover)):
+        if cover and (covered != len(own) or any(min(span.offset, span.length) < 0 for span in cover)):
             raise BadRequest(f"datum {i}: its model_input_spans do not cover its {len(own)} tokens, each once")
         start = 0
         for span in cover:
-            yield _Place(i, start, own[start : start + span.length], span)
+            if span.length:
+                yield _Place(i, start, own[start : start + span.length], span)
             start += span.length

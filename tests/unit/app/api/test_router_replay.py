@@ -175,7 +175,7 @@ def test_a_sequence_without_routes_is_refused_in_the_same_words_whoever_it_belon
         (PROMPT, [("prompt_tokens", 0, 3), ("prompt_tokens", 0, 3)], "do not cover its 3 tokens"),
         (PROMPT, [("prompt_tokens", -3, 3)], "do not cover its 3 tokens"),
         (PROMPT, [("prompt_tokens", 0, 4), ("prompt_tokens", 0, -1)], "do not cover its 3 tokens"),
-        (PROMPT, [("prompt_tokens", 0, 3), ("prompt_tokens", 0, 0)], "do not cover its 3 tokens"),
+        (PROMPT, [("prompt_tokens", 0, 0)], "do not cover its 3 tokens"),
         (PROMPT, [("prompt_tokens", 2**62, 3)], "datum 0: its tokens from 0 to 3 are not those"),
     ],
 )
@@ -185,6 +185,17 @@ def test_spans_that_do_not_fit_their_datum_are_refused(
     message = spanned(api.model(), 1, tokens, *((kind, sequence, *rest) for kind, *rest in spans))
     answer = api.forward_backward(message)
     assert answer.status_code == 400 and said in answer.json["detail"], answer.json
+
+
+def test_a_span_without_tokens_changes_nothing(api: Api, sequence: str) -> None:
+    """A client that trains on a sample of one token has one: the trained tokens end before the sample's last."""
+    spans = [("prompt_tokens", "unknown", 0, 0), ("prompt_tokens", sequence, 0, 3), ("sampled_tokens", sequence, 0, 0)]
+    model = api.model()
+    with_empty, without = spanned(model, 1, PROMPT, *spans), spanned(model, 2, PROMPT, spans[1])
+    answers = [api.forward_backward(message) for message in (with_empty, without)]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[0].json
+    first, second = (api.services.oplog.entry(model, seq).payload for seq in (1, 2))
+    assert first == second
 
 
 def test_a_span_of_no_kind_is_refused(api: Api) -> None:
