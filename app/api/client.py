@@ -20,6 +20,9 @@ from app.wire.telemetry import recorded
 
 client_blueprint = make("client", "Start")
 
+# The SDK's own chunks of a batch. Smaller ones are for a server with lower limits.
+_CHUNK_DATUMS, _CHUNK_BYTES = 1024, 5_000_000
+
 operations_blueprint = make("operations", "Operations", prefix="/")
 
 
@@ -40,6 +43,8 @@ class ClientConfig(SdkSchema):
     custom_loss_server_side = fields.Boolean()
     sample_join_sampling_session = fields.Boolean()
     sample_max_concurrent_requests = fields.Integer()
+    fwdbwd_max_chunk_len = fields.Integer()
+    fwdbwd_max_chunk_bytes_count = fields.Integer()
     use_pyqwest_transport = fields.Boolean()
 
 
@@ -59,6 +64,9 @@ def client_config() -> dict[str, Any]:
         "custom_loss_server_side": True,
         "sample_join_sampling_session": True,
         "sample_max_concurrent_requests": services().quotas.most_samples(current_caller(), settings.concurrent_samples),
+        "fwdbwd_max_chunk_len": min(_CHUNK_DATUMS, settings.limits.datums),
+        # The SDK's count is an estimate of the body, so it may take half of what a body may have.
+        "fwdbwd_max_chunk_bytes_count": min(_CHUNK_BYTES, settings.api.max_body_bytes // 2),
         # The SDK's default, pyqwest, can lose the cancellation of the SDK's heartbeat (Python 3.11). Then `close` waits
         # for that task for ever: 70 of 300 closes at a heartbeat every 0.05 s, none of 1,000 with httpx.
         "use_pyqwest_transport": False,

@@ -43,6 +43,22 @@ def test_batch_polls_can_be_switched_on_and_a_client_never_has_more_under_way_th
     assert (answer["sample_use_retrieve_futures"], answer["sample_max_concurrent_requests"]) == (True, 7)
 
 
+def test_the_sdk_cuts_batches_to_what_one_call_may_have(settings: Settings) -> None:
+    """Otherwise a server with lower limits refuses the chunks that the SDK chooses by itself."""
+    own = ClientConfigResponse()
+    limits, found = settings.limits, []
+    for datums, body_bytes in ((limits.datums, 2**26), (3, 2**20)):
+        update = {
+            "limits": limits.model_copy(update={"datums": datums}),
+            "api": settings.api.model_copy(update={"max_body_bytes": body_bytes}),
+        }
+        one = settings.model_copy(update=update)
+        answer = create_app(one).test_client().post(f"{API}/client/config", json={}, headers={"X-API-Key": KEY}).json
+        config = ClientConfigResponse(**answer)
+        found.append((config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count))
+    assert found == [(own.fwdbwd_max_chunk_len, own.fwdbwd_max_chunk_bytes_count), (3, 2**19)]
+
+
 @pytest.mark.parametrize("batch_polls", [False, True])
 def test_every_sdk_is_asked_to_use_the_transport_that_loses_no_cancellation(
     settings: Settings, batch_polls: bool
