@@ -36,6 +36,12 @@ _CLOSE_S = 2.0
 _STALE_S = 60.0
 # No object-store key contains it.
 _SLASH = ","
+# An earlier version's folders have no such suffix, and their manifest has hashes. It cannot upload the ones with the
+# suffix, so it must not find them: then it rebuilds their checkpoints from the journal.
+_SUFFIX = ",unhashed"
+# A sampler reads files in place if so many checkpoints of their size have room: the one that it holds, one that
+# requests wait for, and the one that is being written.
+_IN_PLACE = 3
 _NEW, _GONE = ".new-", ".gone-"
 
 
@@ -166,7 +172,7 @@ class ShmFolder:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._is_ours():
                 raise PermissionError(f"{self.root} is not a folder of user {os.getuid()}")
-            if not target.is_dir():
+            if self.find(prefix) is None:
                 self._write(target, fill, size)
         except OSError as error:
             log.warning("no shared-memory transfer of %s: %s", prefix, error)
@@ -174,8 +180,11 @@ class ShmFolder:
         return True
 
     def find(self, prefix: str) -> Path | None:
-        folder = self._at(prefix)
-        return folder if self._is_ours() and folder.is_dir() else None
+        if self._is_ours():
+            for folder in self._folders(prefix):
+                if folder.is_dir():
+                    return folder
+        return None
 
     def take(self, prefix: str, target: Path) -> bool:
         """Links or copies the files into a new folder. Returns False when they are not here (any more)."""
@@ -194,33 +203,42 @@ class ShmFolder:
 
     @contextmanager
     def reading(self, prefix: str) -> Iterator[Path | None]:
-        """Yields the folder of the files, which stay until the block ends; None when they are not here (any more)."""
-        folder = None
+        """Yields the folder of the files, which stay until the block ends. Yields None when they are not here (any
+        more), or would leave too little room to others."""
         with ExitStack() as stack:
-            if self._is_ours():
-                with suppress(FileNotFoundError):
-                    folder = stack.enter_context(self._locked(prefix, fcntl.LOCK_SH))
-            yield folder
+            try:
+                folder = stack.enter_context(self._locked(self._at(prefix), fcntl.LOCK_SH))
+            except OSError:
+                folder = None
+            has_room = folder is not None and _IN_PLACE * transfer.transferred(folder).size <= self.most_bytes
+            yield folder if has_room and self._is_ours() else None
 
     def prefixes(self) -> Iterator[str]:
         for folder in self.root.glob("*"):
-            prefix = folder.name.replace(_SLASH, "/")
+            prefix = folder.name.removesuffix(_SUFFIX).replace(_SLASH, "/")
             if CheckpointPrefix.parse(prefix):
                 yield prefix
 
     def remove(self, prefix: str) -> None:
         """Removes a checkpoint, unless a sampler reads it in place. No reader sees a part of it."""
-        with (
-            suppress(FileNotFoundError, BlockingIOError),
-            self._locked(prefix, fcntl.LOCK_EX | fcntl.LOCK_NB) as folder,
-            tempfile.TemporaryDirectory(dir=self.root, prefix=_GONE) as gone,
-        ):
-            folder.rename(Path(gone) / "files")
+        for folder in self._folders(prefix):
+            try:
+                with (
+                    self._locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB),
+                    tempfile.TemporaryDirectory(dir=self.root, prefix=_GONE) as gone,
+                ):
+                    folder.rename(Path(gone) / "files")
+            except (FileNotFoundError, BlockingIOError):
+                continue
+            except OSError as error:  # a file system without locks
+                log.warning("%s could not be removed from shared memory: %s", folder, error)
 
     def release(self, prefix: str) -> None:
         """Marks a checkpoint that is also elsewhere; it may be removed when room is needed."""
+        folder = self.find(prefix)
         with suppress(FileNotFoundError):
-            os.utime(self._at(prefix), (0, 0))
+            if folder is not None:
+                os.utime(folder, (0, 0))
 
     def remove_older(self, prefix: str, is_needed: Callable[[str], bool]) -> None:
         """Removes the earlier versions of the same model that are not needed any more."""
@@ -236,19 +254,20 @@ class ShmFolder:
         if not self._is_ours():
             return
         for prefix in list(self.prefixes()):
-            if _is_stale(self._at(prefix)) and not is_needed(prefix):
+            folder = self.find(prefix)
+            if folder is not None and _is_stale(folder) and not is_needed(prefix):
                 self.remove(prefix)
         for leftover in (*self.root.glob(f"{_NEW}*"), *self.root.glob(f"{_GONE}*")):
             if _is_stale(leftover):
                 shutil.rmtree(leftover, ignore_errors=True)
 
     @contextmanager
-    def _locked(self, prefix: str, how: int) -> Iterator[Path]:
+    def _locked(self, folder: Path, how: int) -> Iterator[Path]:
         """Locks the folder of a checkpoint, for its readers or for its removal. The end of a process unlocks it too.
 
-        Raises FileNotFoundError without a folder, and BlockingIOError with LOCK_NB.
+        Raises OSError: FileNotFoundError without a folder, BlockingIOError with LOCK_NB, and others on a file system
+        without locks.
         """
-        folder = self._at(prefix)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(descriptor, how)
@@ -256,6 +275,8 @@ class ShmFolder:
                 raise FileNotFoundError(f"{folder} was removed meanwhile")
             yield folder
         finally:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile would keep the lock
             os.close(descriptor)
 
     def _write(self, target: Path, fill: Callable[[Path], None], size: int) -> None:
@@ -275,7 +296,12 @@ class ShmFolder:
             raise OSError(f"{size} bytes are more than the {free} free ones of {self.root}")
 
     def _at(self, prefix: str) -> Path:
-        return self.root / check_key(prefix).replace("/", _SLASH)
+        return self._folders(prefix)[0]
+
+    def _folders(self, prefix: str) -> tuple[Path, Path]:
+        """The folder of a checkpoint, and the one that an earlier version wrote."""
+        name = check_key(prefix).replace("/", _SLASH)
+        return self.root / f"{name}{_SUFFIX}", self.root / name
 
     def _used(self) -> int:
         sizes = 0

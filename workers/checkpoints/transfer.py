@@ -125,7 +125,8 @@ def complete(store: ObjectStore, prefix: str, folder: Path) -> None:
     manifest, entries = transferred(folder), {}
     for name in manifest.files:
         key, source = f"{prefix}/{name}", folder / name
-        entries[name] = file_entry(source) if store.put_new(key, source) else _stored_entry(store, key)
+        own = file_entry(source)  # first, so that a killed process leaves no file behind for long without its manifest
+        entries[name] = own if store.put_new(key, source) else _stored_entry(store, key)
     store.put_new(f"{prefix}/{MANIFEST}", replace(manifest, files=entries).to_json())
 
 

@@ -80,6 +80,7 @@ class Adapters:
         try:
             with self._gpu_turn(handle), loading:
                 self._load(prefix, folder)
+            self._evict_unused()  # at once: all weights of a model would stay in shared memory beside their successor
             yield
         finally:
             with self._lock:

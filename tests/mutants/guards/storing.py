@@ -268,22 +268,22 @@ MUTANTS = (
     Mutant(
         "complete: what is there of a generation stays",
         "workers/checkpoints/transfer.py",
-        "if store.put_new(key, source) else _stored_entry(store, key)",
-        "if store.put_new(key, source) else file_entry(source)",
+        "own if store.put_new(key, source) else _stored_entry(store, key)",
+        "own if store.put_new(key, source) else own",
         f"{_TRANSFER}::test_two_owners_that_upload_at_once_agree_on_one_of_their_copies",
     ),
     Mutant(
         "complete: the upload computes the sha256",
         "workers/checkpoints/transfer.py",
-        "entries[name] = file_entry(source) if",
-        "entries[name] = manifest.files[name] if",
+        "own = file_entry(source)",
+        "own = manifest.files[name]",
         f"{_TRANSFER}::test_weights_are_sampled_on_their_machine_before_the_object_store_has_them",
     ),
     Mutant(
         "shared memory: files that a sampler reads in place stay",
         "workers/checkpoints/shm_transfer.py",
-        "self._locked(prefix, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "self._locked(prefix, fcntl.LOCK_SH)",
+        "self._locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "self._locked(folder, fcntl.LOCK_SH)",
         "tests/unit/workers/sample/test_adapters.py::test_all_weights_of_a_model_are_read_where_the_trainer_wrote_them",
     ),
     Mutant(

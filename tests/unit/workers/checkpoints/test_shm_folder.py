@@ -4,6 +4,8 @@ import errno
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from app.domain.checkpoints import MANIFEST, UNHASHED
+from app.stores.objects.folder import FolderStore
 from tests.full_disk import full_disk
 from workers.checkpoints import transfer
 from workers.checkpoints.shm_transfer import ShmFolder
@@ -103,16 +106,76 @@ def test_a_reader_that_waits_for_a_removal_finds_nothing(folder: ShmFolder, monk
         assert found is None
 
 
-def test_what_an_earlier_version_wrote_is_read_too(folder: ShmFolder, tmp_path: Path):
-    """It wrote the manifest with its sha256 at once."""
+def test_a_reader_that_is_killed_keeps_nothing(folder: ShmFolder):
+    folder.write(prefix(1), sealed())
+    program = (
+        "import sys; from pathlib import Path; from workers.checkpoints.shm_transfer import ShmFolder\n"
+        "with ShmFolder(Path(sys.argv[1]), 2**20).reading(sys.argv[2]) as found: print(found, flush=True); input()"
+    )
+    command = [sys.executable, "-c", program, str(folder.root), prefix(1)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline().strip() == str(folder.find(prefix(1)))
+        folder.remove(prefix(1))
+        assert folder.find(prefix(1)) is not None
+        reader.kill()
+    folder.remove(prefix(1))
+    assert folder.find(prefix(1)) is None
 
-    def fill(target: Path) -> None:
-        sealed()(target)
-        (target / UNHASHED).rename(target / MANIFEST)
 
-    folder.write(prefix(1), fill)
+def test_a_checkpoint_that_would_leave_no_room_is_not_read_in_place(tmp_path: Path):
+    """A sampler would keep it there for as long as it is loaded, and everybody's next weights would find no room."""
+    folder = ShmFolder(tmp_path / "handover", 10_000)
+    for seq, size in ((1, 3_300), (2, 3_400)):
+        folder.write(prefix(seq), sealed(b"x" * size))
+    with folder.reading(prefix(1)) as small, folder.reading(prefix(2)) as large:
+        assert (small, large) == (folder.find(prefix(1)), None)
+
+
+def test_a_file_system_without_locks_costs_a_warning(
+    folder: ShmFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(descriptor: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    folder.write(prefix(1), sealed())
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with folder.reading(prefix(1)) as found:
+        assert found is None
+    folder.remove(prefix(1))
+    assert "could not be removed from shared memory" in caplog.text
+
+
+def by_an_earlier_version(folder: ShmFolder, prefix: str) -> Path:
+    """Puts a checkpoint there as earlier versions do: without the suffix, and with the sha256 in the manifest."""
+    target = folder.root / prefix.replace("/", ",")
+    target.mkdir(parents=True)
+    sealed()(target)
+    (target / UNHASHED).unlink()
+    about = {"path": "", "generation": "1-1", "model_id": MODEL, "owner": "me", "base_model": "base"}
+    transfer.seal(target, transfer.describe(target, **about, lora=None, seq=1, epoch=1))
+    return target
+
+
+def test_what_an_earlier_version_wrote_is_taken_uploaded_and_removed(folder: ShmFolder, tmp_path: Path):
+    earlier = by_an_earlier_version(folder, prefix(1))
+    assert list(folder.prefixes()) == [prefix(1)]
     assert folder.take(prefix(1), tmp_path / "taken")
     assert (tmp_path / "taken" / "adapter.bin").read_bytes() == b"weights"
+    with folder.reading(prefix(1)) as found:
+        assert found is None, "an earlier version removes it whoever reads it"
+    store = FolderStore(tmp_path / "objects", "secret", "http://x")
+    transfer.complete(store, prefix(1), earlier)
+    written = transfer.read_manifest(store, prefix(1))
+    assert written.files["adapter.bin"] == transfer.file_entry(earlier / "adapter.bin")
+    folder.remove(prefix(1))
+    assert folder.find(prefix(1)) is None
+
+
+def test_an_earlier_version_does_not_find_what_it_cannot_upload(folder: ShmFolder):
+    """It rebuilds what it does not find. A folder without the sha256 would keep it from ending the transfer."""
+    folder.write(prefix(1), sealed())
+    assert not (folder.root / prefix(1).replace("/", ",")).exists()
 
 
 def test_nothing_is_seen_of_what_is_being_written(folder: ShmFolder, tmp_path: Path):

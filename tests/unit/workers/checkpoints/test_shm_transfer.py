@@ -215,7 +215,9 @@ def test_what_is_uploaded_makes_room_for_what_comes(world: World, store: GatedSt
     prefix = transferred(worker, world, 0)
     await_upload(world)
     await_true(lambda: not worker.shm_transfers._uploads.item(MODEL), "the upload has ended")
-    size = sum(path.stat().st_size for path in (folder.root / prefix.replace("/", ",")).iterdir())
+    written = folder.find(prefix)
+    assert written is not None
+    size = sum(path.stat().st_size for path in written.iterdir())
     object.__setattr__(folder, "most_bytes", size * 3 // 2)
     other = SaveWeights("sampler_weights", "ephemeral-4", sampling_session_id="session:sample:1")
     admit(world, other, first=4)

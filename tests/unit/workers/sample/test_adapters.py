@@ -134,10 +134,8 @@ def test_files_on_the_disk_are_bounded_and_come_back_from_the_store(make: Make, 
 
 def test_files_that_cannot_be_removed_now_fail_no_request_and_go_later(make: Make, tmp_path: Path):
     adapters = make(RecordingBackend(), most=1, cache_bytes=0)
-    with adapters.use("a", "me", RequestHandle()):
-        pass
     locks, away = tmp_path / "cache" / ".locks", tmp_path / "away"
-    with adapters.use("b", "me", RequestHandle()):
+    with adapters.use("b", "me", RequestHandle()), adapters.use("a", "me", RequestHandle()):
         locks.rename(away)
         locks.write_bytes(b"")  # no lock can be taken
     assert (tmp_path / "cache" / "a").is_dir()
@@ -281,28 +279,54 @@ def test_full_models_take_turns_and_none_is_swapped_while_it_is_used(make: Make)
         assert backend.here == {last}
 
 
-def test_all_weights_of_a_model_are_read_where_the_trainer_wrote_them(
-    store: CountingStore, client: redis.Redis, tmp_path: Path
-):
-    """A copy of an 8B model would take seconds. Its files stay there as long as the engine holds the model."""
+@pytest.fixture
+def transfers(tmp_path: Path) -> ShmFolder:
+    """Shared memory with the weights of VERSION."""
 
     def fill(folder: Path) -> None:
         (folder / "adapter.safetensors").write_bytes(VERSION.encode())
         transfer.seal(folder, transfer.describe(folder, **ABOUT, lora=None, seq=3, epoch=1, hashed=False), UNHASHED)
 
-    transfers, cache = ShmFolder(tmp_path / "handover", 2**30), tmp_path / "cache"
-    assert transfers.write(VERSION, fill)
-    files = AdapterFiles(store, RedisRecords(client), transfers, cache, 2**30, print, in_place=True)
+    folder = ShmFolder(tmp_path / "handover", 2**30)
+    assert folder.write(VERSION, fill)
+    return folder
+
+
+@pytest.fixture
+def in_place(store: CountingStore, client: redis.Redis, transfers: ShmFolder, tmp_path: Path) -> AdapterFiles:
+    return AdapterFiles(store, RedisRecords(client), transfers, tmp_path / "cache", 2**30, print, in_place=True)
+
+
+def one_model(backend: SamplerBackend, files: AdapterFiles) -> Adapters:
+    return Adapters(backend, files, AdapterScheduler(1, FairQueue()), 1, nullcontext)
+
+
+def test_all_weights_of_a_model_are_read_where_the_trainer_wrote_them(
+    store: CountingStore, transfers: ShmFolder, in_place: AdapterFiles, tmp_path: Path
+):
+    """A copy of an 8B model would take seconds. Its files stay there as long as the engine holds the model."""
     backend = OneAtATime()
-    models = Adapters(backend, files, AdapterScheduler(1, FairQueue()), 1, nullcontext)
+    models = one_model(backend, in_place)
     with models.use(VERSION, "me", RequestHandle()), models.use(VERSION, "me", RequestHandle()):
         pass
     assert backend.folder == transfers.find(VERSION)
-    assert not cache.exists()
+    assert not (tmp_path / "cache").exists()
     transfers.remove(VERSION)
     with models.use(VERSION, "me", RequestHandle()):
         assert transfers.find(VERSION) is not None, "a loaded model keeps its files"
     with models.use("a", "me", RequestHandle()):
         assert store.fetched == ["a"], "what is not in shared memory comes from the store"
+        transfers.remove(VERSION)
+        assert transfers.find(VERSION) is None, "the next model's first sample need not end before"
+
+
+def test_a_model_that_cannot_be_loaded_keeps_no_files(transfers: ShmFolder, in_place: AdapterFiles):
+    class Refusing(OneAtATime):
+        def load(self, adapter_id: str, folder: Path) -> None:
+            raise UserOpError("it does not fit")
+
+    models = one_model(Refusing(), in_place)
+    with pytest.raises(UserOpError), models.use(VERSION, "me", RequestHandle()):
+        pass
     transfers.remove(VERSION)
     assert transfers.find(VERSION) is None
