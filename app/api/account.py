@@ -201,6 +201,7 @@ class StorageItem(SdkSchema):
     project_id = fields.String()
     org_user_urn = fields.String(allow_none=True)
     user_email = fields.String(allow_none=True)
+    user_name = fields.String(allow_none=True)
     checkpoint_count = fields.Integer()
     size_bytes = fields.Integer()
     size_gigabytes = fields.Float()
@@ -208,6 +209,7 @@ class StorageItem(SdkSchema):
 
 
 class Storage(SdkSchema):
+    effective_rate_usd_per_gigabyte_month = fields.Float()
     data = fields.List(fields.Nested(StorageItem))
 
 
@@ -222,7 +224,7 @@ class StorageAsked(SdkSchema):
 @billing_blueprint.response(200, Storage)
 def get_current_storage(asked: dict[str, Any]) -> dict[str, Any]:
     """Return the number and size of the checkpoints in all projects where the caller is an admin, or in one."""
-    return {"data": services().usage.stored(current_caller(), asked["project_id"])}
+    return services().usage.storage(current_caller(), asked["project_id"])
 
 
 class AuditAsked(SdkSchema):

@@ -366,7 +366,7 @@ class Cursor(SdkSchema):
 
 
 class SearchOwner(SdkSchema):
-    """The owners in a search: the caller's projects, all that the caller sees, or the named ones of these."""
+    """The owners in a search: the caller, all that the caller sees, or the named users and projects of these."""
 
     type = fields.String(load_default="own", validate=validate.OneOf(("own", "accessible", "user")))
     owner_urns = fields.List(fields.String(), load_default=list, validate=validate.Length(max=10))

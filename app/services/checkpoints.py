@@ -24,17 +24,18 @@ from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound, Unavailable
 from app.services.admission import QuotaService
 from app.services.tenants import audit
-from app.services.tenants.access import Sources, find_public, list_checkpoints, load_checkpoint, load_owned, missing
-from app.services.training import check_ttl
-from app.services.views import (
-    CHECKPOINT_TYPES,
-    Page,
-    check_writable,
-    checkpoint_view,
-    projects,
-    searched,
-    timestamp,
+from app.services.tenants.access import (
+    Found,
+    Sources,
+    find_public,
+    first_wanted,
+    list_checkpoints,
+    load_checkpoint,
+    load_owned,
+    missing,
 )
+from app.services.training import check_ttl
+from app.services.views import CHECKPOINT_TYPES, Page, check_writable, checkpoint_view, projects, searched, timestamp
 from app.signing import UrlSigner
 from app.stores.disk import TemporaryCopies
 from app.stores.objects.base import ObjectStore
@@ -144,27 +145,30 @@ class CheckpointSearch:
     def __call__(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The body of checkpoints/search. Raises NotFound for a project that the caller does not see."""
         within = searched(caller, asked["owner"], asked["project_ids"])
-        cursor, placed = asked["cursor"], []
-        for path, found in list_checkpoints(self._records, within):
-            place = datetime.fromtimestamp(found.created, UTC), ids.checkpoint_uuid(path)
-            after = cursor is None or place < (cursor["last_created_at"], cursor["last_checkpoint_uuid"])
-            if after and _fits(found, asked):
-                placed.append((place, path, found))
-        placed.sort(key=lambda one: one[0], reverse=True)
-        shown = placed[: asked["limit"]]
-        answer: dict[str, Any] = {"checkpoints": [checkpoint_view(path, found) for _, path, found in shown]}
-        if len(placed) > len(shown):
-            created, uuid = shown[-1][0]
+        fitting = [one for one in list_checkpoints(self._records, within) if _fits(one, asked)]
+        fitting.sort(key=_position, reverse=True)
+        found = first_wanted(self._records, caller, asked["owner"], fitting, asked["limit"] + 1)
+        shown = found[: asked["limit"]]
+        answer: dict[str, Any] = {"checkpoints": [checkpoint_view(path, one) for path, one in shown]}
+        if len(found) > len(shown):
+            created, uuid = _position(shown[-1])
             answer["next_cursor"] = {"last_created_at": created.isoformat(), "last_checkpoint_uuid": uuid}
         return answer
 
 
-def _fits(found: Checkpoint, asked: Mapping[str, Any]) -> bool:
+def _fits(one: Found, asked: Mapping[str, Any]) -> bool:
+    """True for a checkpoint behind the cursor that fits in all but its owner."""
+    found, cursor = one[1], asked["cursor"]
     return (
-        asked["user_metadata"].items() <= found.user_metadata.items()
+        (cursor is None or _position(one) < (cursor["last_created_at"], cursor["last_checkpoint_uuid"]))
+        and asked["user_metadata"].items() <= found.user_metadata.items()
         and asked["checkpoint_type"] in (None, CHECKPOINT_TYPES[found.kind])
         and (asked["base_models"] is None or found.base_model in asked["base_models"])
     )
+
+
+def _position(one: Found) -> tuple[datetime, str]:
+    return datetime.fromtimestamp(one[1].created, UTC), ids.checkpoint_uuid(one[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,13 +232,7 @@ class CopyService:
         return model.user_metadata if model else {}
 
     def _register(
-        self,
-        session_id: str,
-        model_id: str,
-        project: str,
-        path: str,
-        source: Checkpoint,
-        metadata: dict[str, Any],
+        self, session_id: str, model_id: str, project: str, path: str, source: Checkpoint, metadata: dict[str, Any]
     ) -> None:
         model = Model(
             project,

@@ -17,7 +17,17 @@ from app.services.admission import QuotaService
 from app.services.teardown import Teardown
 from app.services.tenants import audit
 from app.services.tenants.access import check_role, load_owned, load_readable
-from app.services.views import Page, Scope, check_writable, projects, searched, texts, timestamp
+from app.services.views import (
+    Page,
+    Scope,
+    check_writable,
+    is_wanted,
+    owner_of,
+    projects,
+    searched,
+    texts,
+    timestamp,
+)
 from app.signing import UrlSigner
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import note_move
@@ -152,8 +162,7 @@ class SessionSearch:
 
     def __call__(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The body of sessions/search. Raises NotFound for a project that the caller does not see."""
-        within = searched(caller, asked["owner"], asked["project_ids"])
-        found = list(islice(self._found(within, asked), asked["limit"] + 1))
+        found = list(islice(self._found(caller, asked), asked["limit"] + 1))
         shown = found[: asked["limit"]]
         answer: dict[str, Any] = {"sessions": [self._summary(pair) for pair in shown]}
         if len(found) > len(shown):
@@ -161,10 +170,11 @@ class SessionSearch:
             answer["next_cursor"] = {"last_created_at": timestamp(last.created), "last_session_id": last_id}
         return answer
 
-    def _found(self, within: Set[str], asked: Mapping[str, Any]) -> Iterator[Found]:
-        """The sessions in these projects that fit, newest first; a caller that stops early reads few of them."""
+    def _found(self, caller: Caller, asked: Mapping[str, Any]) -> Iterator[Found]:
+        """The sessions that fit, newest first; whoever stops early reads few of them."""
+        within = searched(caller, asked["owner"], asked["project_ids"])
         places = ((_place(created, id_), id_) for created, id_ in self._records.list_sessions(within))
-        cursor, fits = asked["cursor"] and _after(asked["cursor"]), _filter(within, asked)
+        cursor, fits = asked["cursor"] and _after(asked["cursor"]), _filter(caller, within, asked)
         listed = [id_ for place, id_ in sorted(places, reverse=True) if cursor is None or place < cursor]
         for start in range(0, len(listed), _SLICE):
             for id_, fields in self._records.read(Session.namespace, listed[start : start + _SLICE]):
@@ -178,7 +188,7 @@ class SessionSearch:
         return {
             "session_id": session_id,
             "created_at": timestamp(session.created),
-            "owner": session.owner,
+            "owner": owner_of(session.user, session.owner),
             "project_id": session.owner,
             "status": _status(session),
             "checkpoints_count": len(sizes),
@@ -188,13 +198,14 @@ class SessionSearch:
         }
 
 
-def _filter(within: Set[str], asked: Mapping[str, Any]) -> Callable[[Found], bool]:
+def _filter(caller: Caller, within: Set[str], asked: Mapping[str, Any]) -> Callable[[Found], bool]:
     wanted = asked["user_metadata"].items()
 
     def fits(found: Found) -> bool:
         session = found[1]
         return (
             session.owner in within
+            and is_wanted(caller, asked["owner"], session.user, session.owner)
             and _is_named(found, asked["session_id"], asked["display_name"])
             and wanted <= texts(session.user_metadata).items()
             and _has_status(session, asked["statuses"])

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from app import age, ids
+from app import ids
 from app.domain.losses import CLIP_HIGH, CLIP_LOW, LOSSES, NOT_OFFERED, CustomLoss, LossSpec, losses_of
 from app.domain.ops import AdamParams, Batch, ForwardBackward, LoraSpec, Ragged
 from app.domain.records import BaseModelInfo, Checkpoint, Model
 from app.errors import BadRequest
 from app.settings import BaseModelSettings
+from app.wire.recipients import age_recipient
 
 GROUPS = ("attn", "mlp", "unembed")
 ROLE = "model_role"
@@ -119,7 +120,7 @@ def check_recipients(recipients: Sequence[str]) -> tuple[str, ...]:
     that is no public key of age or SSH."""
     for recipient in recipients:
         try:
-            age.recipient(recipient)
+            age_recipient(recipient)
         except ValueError:
             raise BadRequest(
                 f"{recipient[:80]!r} is not an age recipient: give a public key such as age-keygen prints (age1...), "

@@ -49,6 +49,11 @@ def user_urn(user: str) -> str:
     return f"tml:user:{user}"
 
 
+def owner_of(user: str, project: str) -> str:
+    """The owner of a session: the user who opened it, or the project if that user is unknown."""
+    return user_urn(user) if user else project
+
+
 @dataclass(frozen=True, slots=True)
 class Page:
     """A page of a list: `limit` items from index `offset` on."""
@@ -71,12 +76,20 @@ def projects(caller: Caller, scope: Scope, only: str | None = None) -> Set[str]:
 
 
 def searched(caller: Caller, owner: Mapping[str, Any], only: Sequence[str] | None) -> Set[str]:
-    """The projects to search: those of the `owner` of the request, and of these only the named ones. Raises NotFound
-    for a named project that the caller does not see."""
+    """The projects to search for the `owner` of the request, or only the named ones of these. Raises NotFound for a
+    named project that the caller does not see."""
     within = projects(caller, "owned" if owner["type"] == "own" else "accessible")
     if only is not None:
         within &= {check_seen(caller, project) for project in only}
-    return within & set(owner["owner_urns"]) if owner["type"] == "user" else within
+    return within
+
+
+def is_wanted(caller: Caller, owner: Mapping[str, Any], user: str, project: str) -> bool:
+    """True if the `owner` of a search includes the session of this user in this project. A session without a known user
+    is everybody's own who may work in the project."""
+    if owner["type"] == "own":
+        return user in ("", caller.user)
+    return owner["type"] == "accessible" or not {owner_of(user, project), project}.isdisjoint(owner["owner_urns"])
 
 
 def check_seen(caller: Caller, project: str) -> str:

@@ -85,7 +85,10 @@ def held_share(backend: Trainer) -> float:
 
 
 def copy_for_a_sampler(settings: str, folder: str) -> None:
-    """Rank 0 copies a bf16 model for a sampler. Nothing travels in fp32, and the files have the rounded masters."""
+    """Rank 0 copies a bf16 model for a sampler, while the engine holds it and while it holds another one.
+
+    Nothing travels in fp32, or at all if the engine holds the model. The files have the rounded masters.
+    """
     torch.set_num_threads(1)
     backend = backends.create(BaseModelSettings.model_validate_json(settings), full=True)
     backend.open()  # together
@@ -95,16 +98,22 @@ def copy_for_a_sampler(settings: str, folder: str) -> None:
             ranks.end()
         for op in (Create(None), SFT, STEP):
             backend.apply({"a": op})
-        sent.reset_mock()
-        write = backend.capture("a", optimizer=False)
-        # Ranks of this group send each other messages as bytes.
-        assert {call.args[0].dtype for call in sent.mock_calls} - {torch.int64, torch.uint8} == {torch.bfloat16}
-    copy, masters = Path(folder) / "copy", Path(folder) / "masters"
-    write(copy)
+        writers = {}
+        for holds, dtypes in (("a", set()), ("b", {torch.bfloat16})):
+            if holds == "b":
+                for op in (Create(None), SFT):
+                    backend.apply({"b": op})
+            sent.reset_mock()
+            writers[holds] = backend.capture("a", optimizer=False)
+            # Ranks of this group send each other messages as bytes.
+            assert {call.args[0].dtype for call in sent.mock_calls} - {torch.int64, torch.uint8} == dtypes
+    masters = Path(folder) / "masters"
     backend.capture("a", optimizer=True)(masters)
     wanted = {name: tensor.bfloat16() for name, tensor in tensors_in(masters)}
-    found = dict(tensors_in(copy))
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    for holds, write in writers.items():
+        write(Path(folder) / holds)
+        found = dict(tensors_in(Path(folder) / holds))
+        assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     backend.shutdown()
     ranks.end()
 

@@ -52,9 +52,14 @@ CHANGED: dict[str, dict[str, Any]] = {
         # capture_days.
         "schemas _Limits": "f9660b8c1d8dc03d49efe005b6c36b80db989395af9e6bd5882c2b0cc33a5da2",
         "schemas _Used": "a882803e505673c13d7d75a1f53cfc5cfd1d9c242185b5beea5745d878d623bb",
-        # Costs and rates.
-        "schemas StorageItem": "75cfbc6773aa5cc87d1cb5abf5df910b0c4da22bf6d739eb98077f3161758c4c",
+        # Costs and rates, and the name of the user.
+        "schemas Storage": "b1e826b21c4d8414e39bdafc4d36ed36e8f7a761580dd432dc76b3551770098e",
+        "schemas StorageItem": "6e808e488a87d9cd1bfbb81a0733886fb1d37530baecd3e05c52528c8f6cb5ec",
         "schemas UsageEvent": "1dba5283c9dea351fbb0beca32ea0f53fe97cee3dd9acdedc79ba52d92a5ab76",
+        # The size of the SDK's chunks of a batch.
+        "schemas ClientConfig": "7af2017141f647236de2e8459eda44ff06e6362eb4c9f1b299d3f700815a87e9",
+        # A recipient can be an SSH key.
+        "schemas SaveWeightsExternal": "6ecfe4041b6cd761869bc3514bbb15653f07d2c6f5bdd6898f61c55f740ae221",
         # A message can have the field reasoning.
         "schemas Message": "8c035916e210235250c77486131aba2968a3ccb74cf10b8d49f80d220d22058c",
         # Both can ask for token ids.

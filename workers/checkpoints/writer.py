@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pyrage
 
-from app import age, ids
+from app import ids
 from app.domain.checkpoints import UNHASHED, CheckpointPrefix, Expiry, Manifest
 from app.domain.ops import LoraSpec, SaveWeights
 from app.domain.progress import Point
@@ -28,6 +28,7 @@ from app.stores.objects.base import ObjectStore
 from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Lease, Write
 from app.wire import results
+from app.wire.recipients import age_recipient
 from workers.backends.training.base import TrainingBackend, Writer
 from workers.checkpoints import transfer
 from workers.checkpoints.shm_transfer import ShmTransfers
@@ -240,7 +241,7 @@ def encrypt(folder: Path, recipients: Iterable[str]) -> None:
 
     Raises OSError when the disk is full, which pyrage's own `encrypt_file` would not notice.
     """
-    keys = [age.recipient(recipient) for recipient in recipients]
+    keys = [age_recipient(recipient) for recipient in recipients]
     for source in sorted(folder.iterdir()):
         with source.open("rb") as data, source.with_name(source.name + ENCRYPTED).open("wb") as target:
             pyrage.encrypt_io(data, target, keys)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, Upload
 from app.errors import BadRequest, Forbidden, InvalidToken, NotFound, Unauthorized
 from app.ids import TinkerPath
 from app.services.tenants.accounts import KEY_PREFIX, AccountService, hash_secret
-from app.services.views import user_urn
+from app.services.views import is_wanted, user_urn
 from app.settings import hash_key
 from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Record
@@ -39,6 +40,8 @@ _ISSUER = "tinsmith"
 _LEEWAY_S = 30
 # The SDK wants a number; these are 48 bits of the id.
 _NUMBER_DIGITS = 12
+# Checkpoints of a search whose sessions are read in one round trip.
+_SLICE = 100
 
 
 def load_owned(store: RedisRecords, cls: type[Owned], key: str, caller: Caller, role: Role = "member") -> Owned:
@@ -94,6 +97,30 @@ def list_checkpoints(store: RedisRecords, projects: Set[str]) -> list[Found]:
     """The checkpoints of all runs in the projects, newest first and without the expired ones. An index names them: no
     other checkpoint is read."""
     return _newest_first(store, store.list_checkpoints(projects).items())
+
+
+def first_wanted(
+    store: RedisRecords, caller: Caller, owner: Mapping[str, Any], listed: Sequence[Found], most: int
+) -> list[Found]:
+    """The first `most` of these checkpoints that the `owner` of a search includes. Only their sessions and some of the
+    next are read."""
+    found: list[Found] = []
+    for start in range(0, len(listed), _SLICE):
+        slice_ = listed[start : start + _SLICE]
+        users = session_users(store, (one for _, one in slice_))
+        for path, one in slice_:
+            if is_wanted(caller, owner, users[ids.session_of(one.model_id)], one.owner):
+                found.append((path, one))
+        if len(found) >= most:
+            break
+    return found[:most]
+
+
+def session_users(store: RedisRecords, checkpoints: Iterable[Checkpoint]) -> dict[str, str]:
+    """The users who opened the sessions of these checkpoints, by session; empty for an unknown user."""
+    sessions = sorted({ids.session_of(checkpoint.model_id) for checkpoint in checkpoints})
+    found = store.read(Session.namespace, sessions)
+    return {id_: json.loads(fields.get("user", '""')) for id_, fields in found}
 
 
 def _newest_first(store: RedisRecords, stored: Iterable[tuple[str, Record]]) -> list[Found]:

@@ -12,10 +12,9 @@ from typing import Any
 from app import ids
 from app.domain.accounts import Caller, User
 from app.domain.prices import GB, MONTH_H, PricesOf, total
-from app.domain.records import Session
 from app.domain.results import CACHED, DEVICE, HOUR_S, PREFILLED, SAMPLED, SAVED, STORED, TRAINED
 from app.errors import BadRequest
-from app.services.tenants.access import check_role, list_checkpoints
+from app.services.tenants.access import Found, check_role, list_checkpoints, session_users
 from app.services.tenants.audit import admin_projects
 from app.services.views import check_seen, texts, timestamp, user_urn
 from app.stores.pages import Fields, Page
@@ -54,20 +53,30 @@ class UsageService:
     def stored(self, caller: Caller, project: str | None) -> list[dict[str, Any]]:
         """The SDK's CurrentCheckpointStorageUsageItems, by project and by the user who opened the session. Raises
         NotFound for a project that the caller does not see, and Forbidden."""
+        return self._by_user(self._checkpoints(caller, project))
+
+    def storage(self, caller: Caller, project: str | None) -> dict[str, Any]:
+        """The SDK's CurrentCheckpointStorageUsageResponse, with a rate if all stored checkpoints have the same price.
+        Raises NotFound and Forbidden, as `stored` does."""
+        checkpoints = self._checkpoints(caller, project)
+        rates = {self.prices_of(checkpoint.base_model).rate(STORED) for _, checkpoint in checkpoints}
+        return {"data": self._by_user(checkpoints), **_rates(STORED, rates.pop() if len(rates) == 1 else None)}
+
+    def _checkpoints(self, caller: Caller, project: str | None) -> list[Found]:
         if project is None:
             projects = admin_projects(caller)
         else:
             check_role(caller, check_seen(caller, project), "admin")
             projects = [project]
+        return list_checkpoints(self.records, set(projects))
+
+    def _by_user(self, checkpoints: list[Found]) -> list[dict[str, Any]]:
         counts: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
         costs: defaultdict[tuple[str, str], list[float | None]] = defaultdict(list)
-        checkpoints = list_checkpoints(self.records, set(projects))
-        sessions = sorted({ids.session_of(checkpoint.model_id) for _, checkpoint in checkpoints})
-        found = self.records.read(Session.namespace, sessions)
-        users = {id_: json.loads(fields.get("user", '""')) for id_, fields in found}
+        users = session_users(self.records, (checkpoint for _, checkpoint in checkpoints))
         for _, checkpoint in checkpoints:
-            group = checkpoint.owner, users.get(ids.session_of(checkpoint.model_id), "")
+            group = checkpoint.owner, users[ids.session_of(checkpoint.model_id)]
             counts[group] += 1
             sizes[group] += checkpoint.size_bytes
             month = checkpoint.size_bytes * MONTH_H * HOUR_S
@@ -78,6 +87,7 @@ class UsageService:
                 "project_id": of,
                 "org_user_urn": user_urn(user) if user else None,
                 "user_email": emails.get(user),
+                "user_name": emails.get(user),
                 "checkpoint_count": counts[of, user],
                 "size_bytes": sizes[of, user],
                 "size_gigabytes": sizes[of, user] / GB,

@@ -15,7 +15,8 @@ import pytest
 # Python runs it first in every process. A rank ends there; its launcher then ends too.
 RECORD = """
 import json, os, sys
-NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LOCAL_RANK")
+NAMES = os.environ["NAMES"].split()
+os.sched_getaffinity = lambda pid: set(range(16))
 with open(f"{os.environ['RECORDS']}/{os.environ.get('RANK', 'launcher')}.json", "w") as file:
     json.dump([os.environ.get(name) for name in NAMES], file)
 if "RANK" in os.environ:
@@ -67,7 +68,7 @@ cli.run_{kind}()
 UNBOUND = {
     name: value
     for name, value in os.environ.items()
-    if not name.startswith(("CUDA_", "OMP_WAIT_", "GOMP_")) and name != "LOCAL_RANK"
+    if not name.startswith(("CUDA_", "OMP_", "GOMP_")) and name != "LOCAL_RANK"
 }
 
 
@@ -83,15 +84,30 @@ def worker(folder: Path, command: list[str], toml: str, *options: str, **environ
 
 def test_launcher_and_ranks_see_the_named_gpus_in_their_order_and_a_rank_its_number(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(RECORD)
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     toml = "trainer = {ranks = 2, count = 2, devices = [0, 1, 5, 2]}"
-    worker(tmp_path, ["-m", "workers.trainer"], toml, "--copy", "1", PYTHONPATH=path, RECORDS=str(tmp_path))
-    records = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("launcher", "0", "1")}
-    assert records == {
+    names = "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER LOCAL_RANK"
+    assert recorded(tmp_path, names, toml, "--copy", "1") == {
         "launcher": ["5,2", "PCI_BUS_ID", None],
         "0": ["5,2", "PCI_BUS_ID", "0"],
         "1": ["5,2", "PCI_BUS_ID", "1"],
     }
+
+
+def test_ranks_share_the_cores_unless_the_user_wants_another_number_of_threads(tmp_path: Path) -> None:
+    """torchrun would give each rank one thread: with offload, all of its optimizer's work."""
+    toml = "trainer.ranks = 2"
+    assert recorded(tmp_path, "OMP_NUM_THREADS", toml) == {"launcher": ["8"], "0": ["8"], "1": ["8"]}
+    chosen = recorded(tmp_path, "OMP_NUM_THREADS", toml, OMP_NUM_THREADS="3")
+    assert chosen == {"launcher": ["3"], "0": ["3"], "1": ["3"]}
+
+
+def recorded(folder: Path, names: str, toml: str, *options: str, **environ: str) -> dict[str, list[str | None]]:
+    """The environment variables of these names in the launcher of two ranks and in the ranks, on 16 cores."""
+    (folder / "sitecustomize.py").write_text(RECORD)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    environ = {"PYTHONPATH": path, "RECORDS": str(folder), "NAMES": names, **environ}
+    worker(folder, ["-m", "workers.trainer"], toml, *options, **environ)
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("launcher", "0", "1")}
 
 
 @pytest.mark.parametrize("kind", ["trainer", "sampler"])

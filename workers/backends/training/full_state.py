@@ -22,6 +22,7 @@ from transformers import AutoModelForSequenceClassification
 
 from app.domain.ops import AdamParams, LoraSpec
 from app.errors import UserOpError
+from workers.backends.devices import copied
 from workers.backends.training.base import GRADIENTS_FILE, OPTIMIZER_FILE, Create, Writer
 from workers.backends.training.engine import Engine
 from workers.backends.training.optimizer import ShardedAdamW, Step
@@ -42,9 +43,12 @@ class ComputeCopy:
         self._engine = engine
         self._of: object = None
 
+    def shows(self, state: FullFinetuneState) -> bool:
+        return self._of is state.identity
+
     def show(self, state: FullFinetuneState) -> None:
         """Copies the masters of `state`, unless the engine holds them already."""
-        if self._of is not state.identity:
+        if not self.shows(state):
             self.refresh(state)
 
     def refresh(self, state: FullFinetuneState) -> None:
@@ -159,7 +163,7 @@ class FullFinetuneState:
         """Copies the model as a Hugging Face folder: fp32 with the optimizer, to resume; else in the base's dtype."""
         base = self._engine.base
         dtype = torch.float32 if optimizer else base.dtype
-        weights = self.shards.gathered(self.masters, dtype=dtype)
+        weights = self.shards.gathered(self.masters) if optimizer else self._rounded()
         moments = self.optimizer.state() if optimizer else {}
         pending = self._gathered_pending() if gradients else {}
         if self.shards.ranks.rank != 0:
@@ -174,6 +178,17 @@ class FullFinetuneState:
     def check_same_shape(self, other: ModelState) -> None:
         """Accepts any state: both have the base's shapes, and reading the files checks the role."""
         return
+
+    def _rounded(self) -> dict[str, Tensor]:
+        """Copies the weights, in the base's dtype, to the CPU of rank 0; returns nothing on the others.
+
+        Below ZeRO stage 3 the engine's copy is whole on rank 0. It has the same bits, half the bytes, and needs no
+        collective.
+        """
+        whole = all(copy.shape == self.masters[name].shape for name, copy in self.copies.items())
+        if whole and self._copy.shows(self):
+            return copied(self.copies) if self.shards.ranks.rank == 0 else {}
+        return self.shards.gathered(self.masters, dtype=self._engine.base.dtype)
 
     def _gathered_pending(self) -> dict[str, Tensor]:
         """Copies the pending gradient to the CPU of rank 0; returns nothing on the others, or without one."""
@@ -221,9 +236,9 @@ class FullFinetuneState:
             self._add(name, mine)
 
     def _add(self, name: str, gradient: Tensor) -> None:
-        gradient = gradient.to(self._master_device).float()
+        gradient = gradient.to(self._master_device)
         known = self._found.get(name)
-        self._found[name] = gradient if known is None else known.add_(gradient)
+        self._found[name] = gradient.float() if known is None else known.add_(gradient)
 
 
 @dataclass(frozen=True, slots=True)

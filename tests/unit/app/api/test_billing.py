@@ -159,6 +159,7 @@ def test_what_is_stored_is_reported_by_project_and_who_opened_the_session(tenant
         (1, 2 * 10**9)
     ]
     assert {each["user_email"] for each in found} == {"member@example.org"}
+    assert [each["user_name"] for each in found] == [each["user_email"] for each in found], "as in usage events"
     assert sum(each["checkpoint_count"] for each in found) == 2
     assert {each["size_gigabytes"] for each in found} == {2.0, 1e-8}
     assert stored(admin, f"billing/usage/checkpoints/current?project_id={tenant.project}") == found

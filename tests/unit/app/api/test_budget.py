@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import redis
 from flask import Flask
+from tinker.types import CurrentCheckpointStorageUsageResponse
 
 from app import create_app
 from app.domain.checkpoints import CheckpointPrefix
@@ -23,6 +24,8 @@ from tests.unit.app.conftest import BASE, Api, batch
 from tests.unit.app.tenant import SAMPLED, Tenant
 
 __all__ = ["limit"]
+DEARER = "org/dearer"
+"""A base model whose checkpoints cost more than others."""
 A_TOKEN = 10**6
 """The price of a million tokens at one dollar a token."""
 
@@ -31,8 +34,9 @@ A_TOKEN = 10**6
 def app(settings: Settings) -> Flask:
     """An API with prices: a trained token costs a dollar, a sampled one of this base model two."""
     base = settings.base_models[0].model_copy(update={"prices": Prices(sampling=2 * A_TOKEN)})
+    dearer = base.model_copy(update={"name": DEARER, "prices": Prices(gb_month=720.0)})
     prices = Prices(training=A_TOKEN, sampling=9 * A_TOKEN, gb_month=360.0)
-    return create_app(settings.model_copy(update={"prices": prices, "base_models": (base,)}))
+    return create_app(settings.model_copy(update={"prices": prices, "base_models": (base, dearer)}))
 
 
 def sample(api: Api, sampler: str, seq: int = 0) -> Any:
@@ -163,6 +167,21 @@ def test_storage_has_its_price(api: Api) -> None:
     assert event.effective_rate_usd_per_gigabyte_month == pytest.approx(360)
     (item,) = stored(api)
     assert item["estimated_monthly_cost_usd"] == pytest.approx(720)
+
+
+def storage_rate(api: Api) -> float | None:
+    answer = api.get("billing/usage/checkpoints/current")
+    return CurrentCheckpointStorageUsageResponse.model_validate(answer.json).effective_rate_usd_per_gigabyte_month
+
+
+def test_stored_bytes_have_a_rate_if_all_their_base_models_have_the_same(admin: Api) -> None:
+    assert storage_rate(admin) is None, "nothing is stored"
+    model = admin.model()
+    save_checkpoint(admin, model)
+    save_checkpoint(admin, model, "sampler_weights", base_model="org/another")
+    assert storage_rate(admin) == pytest.approx(360)
+    save_checkpoint(admin, model, "external_weights", base_model=DEARER)
+    assert storage_rate(admin) is None
 
 
 def used_by(api: Api) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from app.domain.records import Checkpoint
 from app.stores.redis.records import dump
 from tests.unit.app.api.test_models import save_checkpoint
+from tests.unit.app.api.test_session_search import of, urn
 from tests.unit.app.conftest import BASE, Api
 from tests.unit.app.tenant import Tenant
 
@@ -105,6 +107,41 @@ def test_a_viewer_finds_them_among_the_accessible_alone(tenant: Tenant) -> None:
     viewer = Api(tenant.api.client, tenant.api.services, tenant.key("viewer"))
     assert found(viewer) == []
     assert found(viewer, owner={"type": "accessible"}, project_ids=[tenant.project]) == [tenant.ids["path"]]
+
+
+def test_a_search_by_a_users_urn_finds_the_checkpoints_of_that_users_sessions_alone(tenant: Tenant) -> None:
+    one, other = (replace(tenant.api, key=tenant.key("member")) for _ in range(2))
+    theirs, ours = (save_checkpoint(each, each.model(), created=2.0 + n) for n, each in enumerate((one, other)))
+    assert found(other, **of(urn(one))) == found(one, **of(urn(one))) == [theirs]
+    assert found(one, **of(urn(one), urn(other))) == [ours, theirs]
+    assert found(one, **of(tenant.project)) == [ours, theirs, tenant.ids["path"]]
+
+
+def test_a_colleagues_checkpoints_are_accessible_and_not_ones_own(tenant: Tenant) -> None:
+    one = replace(tenant.api, key=tenant.key("member"))
+    ours = save_checkpoint(one, one.model(), created=2.0)
+    assert found(one) == [ours]
+    assert found(one, owner={"type": "accessible"}) == [ours, tenant.ids["path"]]
+
+
+def test_a_search_by_owner_reads_many_sessions_at_once_and_no_more_than_its_page_needs(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, reads = api.services.authenticator(api.key).project, []
+    for n in range(120):
+        record = Checkpoint(owner, f"s{n}:train:0", "weights", BASE, "x", float(n), 1, {}, [])
+        api.services.records.put("checkpoints", f"tinker://s{n}:train:0/weights/a", dump(record))
+    read = type(api.services.records).read
+
+    def counted(records: Any, namespace: str, ids: Any) -> Any:
+        reads.extend([len(ids)] if namespace == "sessions" else [])
+        return read(records, namespace, ids)
+
+    monkeypatch.setattr(type(api.services.records), "read", counted)
+    assert len(found(api, limit=5)) == 5
+    assert reads == [100]
+    assert len(found(api, limit=110)) == 110
+    assert reads == [100, 100, 20]
 
 
 def test_only_the_checkpoints_of_the_searched_projects_are_read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from app.api.sessions import SearchSessions
 from app.domain.accounts import Caller
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import Api
+from tests.unit.app.tenant import Tenant
 
 
 def search(api: Api, **asked: Any) -> SessionSearchResponse:
@@ -21,6 +23,16 @@ def search(api: Api, **asked: Any) -> SessionSearchResponse:
 
 def found(api: Api, **asked: Any) -> set[str]:
     return {session.session_id for session in search(api, **asked).sessions}
+
+
+def urn(api: Api) -> str:
+    """The caller's name in the SDK's form, as `whoami` and the usage have it."""
+    return f"tml:user:{api.services.authenticator(api.key).user}"
+
+
+def of(*owners: str) -> dict[str, Any]:
+    """A search for sessions of these owners."""
+    return {"owner": {"type": "user", "owner_urns": list(owners)}}
 
 
 @pytest.fixture
@@ -43,7 +55,7 @@ def test_a_summary_says_what_a_session_is_and_what_it_stores(api: Api, sessions:
     assert (summary.display_name, summary.user_metadata) == ("nightly RL", {"team": "nightly", "lr": "0.1"})
     assert summary.status is not None
     assert summary.status.model_dump()["reason"] == {"type": "errored"}
-    assert summary.owner == summary.project_id
+    assert summary.owner == urn(api)
 
 
 def test_the_detail_of_the_first_finish_is_found_at_bounded_length(api: Api) -> None:
@@ -119,6 +131,52 @@ def test_where_one_only_looks_is_accessible_and_not_ones_own(api: Api) -> None:
         return [one["session_id"] for one in result["sessions"]]
 
     assert (ids(), ids(owner={"type": "accessible"})) == ([], [session])
+
+
+@pytest.fixture
+def colleagues(tenant: Tenant) -> tuple[Api, Api]:
+    """Two members of one project."""
+    one, other = (replace(tenant.api, key=tenant.key("member")) for _ in range(2))
+    return one, other
+
+
+def test_a_search_by_a_users_urn_finds_that_users_sessions_alone(colleagues: tuple[Api, Api]) -> None:
+    one, other = colleagues
+    theirs, ours = one.session(), other.session()
+    assert found(other, **of(urn(one))) == found(one, **of(urn(one))) == {theirs}
+    assert found(one, **of(urn(one), urn(other))) == {theirs, ours}
+    assert found(one, **of(urn(other)), project_ids=[]) == set()
+
+
+def test_a_search_by_a_projects_id_finds_everybodys_sessions_in_it(colleagues: tuple[Api, Api], tenant: Tenant) -> None:
+    one, other = colleagues
+    made = {one.session(), other.session(), tenant.ids["session"], tenant.ids["sampler"].partition(":")[0]}
+    assert found(one, **of(tenant.project)) == made
+
+
+def test_a_users_urn_finds_no_session_where_the_caller_sees_nothing(colleagues: tuple[Api, Api], stranger: Api) -> None:
+    session = colleagues[0].session()
+    assert found(stranger, **of(urn(colleagues[0]))) == set()
+    assert found(colleagues[0], **of(urn(colleagues[0]))) == {session}
+
+
+def test_a_colleagues_sessions_are_accessible_and_not_ones_own(colleagues: tuple[Api, Api]) -> None:
+    one, other = colleagues
+    theirs, ours = one.session(), other.session()
+    assert found(other) == {ours}
+    assert {theirs, ours} <= found(other, owner={"type": "accessible"})
+
+
+def test_a_session_of_no_known_user_is_its_projects_and_everybodys_own(
+    colleagues: tuple[Api, Api], tenant: Tenant
+) -> None:
+    one, other = colleagues
+    shared = one.session()
+    one.services.records.put("sessions", shared, {"user": '""'})
+    [summary] = search(other).sessions
+    assert (summary.session_id, summary.owner) == (shared, tenant.project)
+    assert found(other, **of(urn(one), "tml:user:")) == set()
+    assert shared in found(other, **of(tenant.project))
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
