@@ -54,8 +54,8 @@ class TrainerSettings(Section):
     devices: Devices = Field((), description=f"one for each rank: {_DEVICES}")
     micro_batch_tokens: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="tokens in one forward/backward pass, which bound its memory; auto: 1024, and for adapters on a "
-        "GPU up to 8192 (narrow models: 32768) as its memory allows",
+        description="tokens in one forward/backward pass, which bound its memory; auto: 1024, and on a GPU up to 8192 "
+        "(narrow models: 32768) as its memory allows",
     )
     exact: bool | Literal["auto"] = Field(
         "auto",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +22,7 @@ from workers.backends.devices import moved
 from workers.backends.training import packing, sequence_parallel
 from workers.backends.training.attention import NAME, packed_attention
 from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
-from workers.backends.training.memory import LEAST_TOKENS, Activations
+from workers.backends.training.memory import Activations, bytes_of_trained, free_memory
 from workers.backends.training.packing import runs_of
 from workers.backends.training.ranks import RankGroup
 from workers.backends.training.sequence_parallel import ALONE, SequenceGroup
@@ -33,6 +34,7 @@ from workers.models.lora import LoraLinear
 from workers.models.routers import NO_ROUTE
 from workers.models.tensor_parallel import SplitLayers
 
+log = logging.getLogger(__name__)
 _HEAD = "lm_head"
 _BODY = "model"
 # The adapter under which a pass's memory is measured. Most of it is the inputs of the linears, whatever the rank.
@@ -206,6 +208,7 @@ class HiddenStates(nn.Module):
         self.layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         self.on_layer_gradients: Callable[[nn.Module], None] | None = None
         self._activations = Activations(model, trainer.activation_checkpointing, agreed)
+        self._trainer = trainer
 
     def forward(
         self,
@@ -260,11 +263,19 @@ class HiddenStates(nn.Module):
     def micro_batch_tokens(self, device: torch.device) -> int:
         """Returns the tokens of a micro-batch on `device`: see Activations.
 
-        As on a CPU if the base itself is trained: its gradients and optimizer state will take what is free now.
+        If the base itself is trained, its gradients and optimizer state will take a part of what is free now. Logs a
+        warning if that is not enough.
         """
-        if self._trained():
-            return LEAST_TOKENS
-        return self._activations.micro_batch_tokens(device, partial(self._probe, device), packed=self.packed)
+        reserved = bytes_of_trained(self.model, self._trainer) if self._trained() else 0
+        if device.type != "cpu" and reserved > (free := free_memory(device)):
+            log.warning(
+                "full fine-tuning of this base takes %.0f GB on each GPU beside the weights, and %.0f GB are free: set "
+                "trainer.ranks and trainer.zero_stage higher, or trainer.offload",
+                reserved / 1e9,
+                free / 1e9,
+            )
+        probe = partial(self._probe, device)
+        return self._activations.micro_batch_tokens(device, probe, packed=self.packed, reserved=reserved)
 
     def _probe(self, device: torch.device, count: int) -> None:
         """Runs `count` tokens through the base with an adapter on every linear, unless the base itself is trained."""

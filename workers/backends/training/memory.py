@@ -17,11 +17,12 @@ from typing import Any, Literal
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.errors import SetupError
+from app.settings import TrainerSettings
 from workers.backends.training.lm_head import chunk_sizes
 from workers.models import lora, routers
 from workers.models.adapter import Segments
@@ -93,6 +94,36 @@ def micro_batch_tokens(footprint: Footprint, usable: float, setting: bool | Lite
     return int(min(max(fitting // LEAST_TOKENS * LEAST_TOKENS, LEAST_TOKENS), most))
 
 
+def bytes_of_trained(model: nn.Module, trainer: TrainerSettings) -> int:
+    """Returns the bytes that full fine-tuning of `model` takes on the device of each rank, beside its weights, at the
+    peak of a pass (the table of docs/decisions/0009-full-fine-tuning.md)."""
+    sizes = {id(weight): _numel(weight) for weight in model.parameters()}
+    itemsize = max(weight.element_size() for weight in model.parameters())
+    elements, ranks = sum(sizes.values()), trainer.ranks
+    # Masters and AdamW's moments: 12 bytes an element; the gradients of the pass and of those before the step: 8.
+    state, own = 20 * elements // ranks, elements * itemsize
+    if ranks > 1 and trainer.zero_stage == 0:
+        state = 20 * elements
+    elif ranks > 1 and trainer.zero_stage == 1:
+        state += 4 * elements  # until a rank's own sum is sent to the owners
+    elif ranks > 1:
+        own = _largest_in_backward(model, sizes) * (itemsize + 4)  # the ranks sum it in fp32
+    return own if trainer.offload else own + state
+
+
+def _largest_in_backward(model: nn.Module, sizes: Mapping[int, int]) -> int:
+    """The elements whose gradients wait for their owners at once: those of one layer, and of no layer."""
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    by_layer = [{id(weight) for weight in layer.parameters()} for layer in layers]
+    outside = sizes.keys() - set().union(*by_layer)
+    return sum(sizes[one] for one in outside) + max((sum(sizes[one] for one in own) for own in by_layer), default=0)
+
+
+def _numel(weight: Tensor) -> int:
+    """The elements of a weight. ZeRO-3 empties it and keeps a record."""
+    return int(getattr(weight, "ds_numel", weight.numel()))
+
+
 class Activations:
     """Applies the choice to a model's layers, pass by pass."""
 
@@ -129,22 +160,26 @@ class Activations:
             else nullcontext()
         )
 
-    def micro_batch_tokens(self, device: torch.device, run: Callable[[int], object], *, packed: bool) -> int:
-        """Returns the tokens of a micro-batch by the memory that is free now; 1,024 on a CPU, so that a result's bits
-        depend on no memory. `run` as in `during`."""
+    def micro_batch_tokens(
+        self, device: torch.device, run: Callable[[int], object], *, packed: bool, reserved: int = 0
+    ) -> int:
+        """Returns the tokens of a micro-batch by the memory that is free now, less the `reserved` bytes that will be
+        taken; 1,024 on a CPU, so that a result's bits depend on no memory. `run` as in `during`."""
         if device.type == "cpu" or not self._layers:
             return LEAST_TOKENS
         most = most_tokens(self._model.config.get_text_config().hidden_size, packed=packed)
-        return micro_batch_tokens(self._footprint_by(run), self._usable(most, device), self._setting, most)
+        usable = self._usable(most, device, reserved)
+        return micro_batch_tokens(self._footprint_by(run), usable, self._setting, most)
 
-    def _usable(self, tokens: int, device: torch.device) -> float:
-        """Returns the bytes of `device` that the activations of so many tokens may take."""
-        free = free_memory(device)
-        if device.type == "cpu" or any(weight.requires_grad for weight in self._model.parameters()):
+    def _usable(self, tokens: int, device: torch.device, reserved: int = 0) -> float:
+        """Returns the bytes of `device` that the activations of so many tokens may take, if `reserved` are taken."""
+        free = free_memory(device) - reserved
+        if device.type == "cpu":
             return free * _USABLE
         config = self._model.config.get_text_config()
         head = chunk_sizes(device).bytes(tokens * config.vocab_size, config.dtype.itemsize)
-        return (free - head) * USABLE_ON_GPU
+        trained = any(weight.requires_grad for weight in self._model.parameters())
+        return (free - head) * (_USABLE if trained else USABLE_ON_GPU)
 
     def _footprint_by(self, run: Callable[[int], object]) -> Footprint:
         if self._footprint is None:

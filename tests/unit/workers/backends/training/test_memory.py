@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -10,17 +11,17 @@ from typing import Literal
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import AutoModelForCausalLM, OPTConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 
 from app.domain.ops import ForwardBackward, LoraSpec
 from app.errors import SetupError
-from app.settings import BaseModelSettings
+from app.settings import BaseModelSettings, TrainerSettings
 from tests import pictures
 from tests.models import byte_tokenizer, tiny_qwen3
 from tests.parity.architectures import build
 from tests.parity.datums import batch, supervised
 from tests.parity.test_memory import kept_bytes
-from workers.backends.training import backends, memory
+from workers.backends.training import backends, engine, memory
 from workers.backends.training.base import Create
 from workers.backends.training.lm_head import ChunkSizes, chunk_sizes
 from workers.backends.training.memory import Activations, Footprint, choose
@@ -106,12 +107,12 @@ def test_a_narrow_models_micro_batch_has_more_tokens_but_not_without_end() -> No
 
 @pytest.mark.parametrize(
     ("device", "trained", "wanted"),
-    [("cuda", False, 0.8 * (10**9 - _HEAD)), ("cuda", True, 0.6 * 10**9), ("cpu", False, 0.6 * 10**9)],
+    [("cuda", False, 0.8 * (10**9 - _HEAD)), ("cuda", True, 0.6 * (10**9 - _HEAD)), ("cpu", False, 0.6 * 10**9)],
 )
 def test_of_a_gpus_memory_the_head_takes_its_part_and_gradients_a_fifth_of_the_rest(
     device: str, trained: bool, wanted: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU, and where the base is trained, two fifths of all memory are left."""
+    """On a CPU, and where the base is trained, two fifths are left."""
     monkeypatch.setattr(memory, "free_memory", lambda device: 10**9)
     monkeypatch.setattr(memory, "chunk_sizes", lambda device: ChunkSizes(rows=1, work=150_000, kept=10**6))
     model = AutoModelForCausalLM.from_config(OPTConfig(**_OPT), dtype=torch.float32).requires_grad_(trained)
@@ -135,10 +136,50 @@ def test_a_cpus_micro_batch_does_not_depend_on_memory(base: Path, monkeypatch: p
     assert backend.describe()["micro_batch_tokens"] == 1024
 
 
-def test_full_fine_tuning_leaves_a_gpus_memory_to_gradients_and_optimizer_state(base: Path) -> None:
+def test_full_fine_tuning_leaves_a_gpus_memory_to_gradients_and_optimizer_state(
+    base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The micro-batch has what else is free; without as much as the state takes, the log says what to do."""
     backend = backends.create(BaseModelSettings(name="tiny", path=str(base), trainer={"backend": "torch"}), full=True)
     backend.open()
-    assert backend._engine.hidden_states.micro_batch_tokens(torch.device("cuda")) == 1024
+    hidden_states = backend._engine.hidden_states
+    footprint = hidden_states._activations._footprint_by(partial(hidden_states._probe, torch.device("cpu")))
+    state = 22 * sum(weight.numel() for weight in hidden_states.model.parameters())  # in bfloat16
+    monkeypatch.setattr(memory, "chunk_sizes", lambda device: ChunkSizes(rows=1, work=0, kept=0))
+
+    def tokens(free: float) -> int:
+        for module in (memory, engine):
+            monkeypatch.setattr(module, "free_memory", lambda device: free)
+        return hidden_states.micro_batch_tokens(torch.device("cuda"))
+
+    assert tokens(state + 4200 * footprint.whole / 0.6) == 4096
+    assert "full fine-tuning" not in caplog.text
+    assert tokens(state - 1) == 1024
+    assert "set trainer.ranks and trainer.zero_stage higher, or trainer.offload" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "offload", "bytes_each"),
+    [
+        (1, 2, False, 2 + 12 + 8),
+        (4, 0, False, 2 + 12 + 8),
+        (4, 1, False, 2 + 12 / 4 + 4 + 8 / 4),
+        (4, 2, False, 12 / 4 + 8 / 4),
+        (4, 3, False, 12 / 4 + 8 / 4),
+        (1, 2, True, 2),
+        (4, 3, True, 0),
+    ],
+)
+def test_the_state_of_full_fine_tuning_takes_what_decision_9_says(
+    ranks: int, stage: int, offload: bool, bytes_each: float
+) -> None:
+    """From stage 2 on, the gradients of a layer, and those of no layer, come on top."""
+    config = LlamaConfig(hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, vocab_size=40)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    layer, body = (sum(w.numel() for w in m.parameters()) for m in (model.model.layers[0], model))
+    on_top = 6 * (body - 2 * layer) if stage >= 2 and ranks > 1 else 0
+    trainer = TrainerSettings(ranks=ranks, zero_stage=stage, offload=offload)
+    assert memory.bytes_of_trained(model, trainer) == bytes_each * body + on_top
 
 
 @pytest.fixture(scope="module")
