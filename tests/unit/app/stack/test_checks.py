@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.errors import SetupError
-from app.settings import BaseModelSettings, RedisSettings, SamplerSettings, Settings, TrainerSettings
+from app.settings import BaseModelSettings, EngineSettings, RedisSettings, SamplerSettings, Settings, TrainerSettings
 from app.stack import checks
 from tests.servers import start_valkey
 
@@ -109,6 +110,21 @@ def test_a_gpu_without_vllm_is_noticed_unless_another_sampler_is_asked_for(
     file.touch() if driver else None
     settings = Settings(base_models=(base_model(sampler=SamplerSettings(backend=backend)),))
     assert checks.lacks_vllm(settings, file) is lacks
+
+
+def test_full_fine_tunes_without_room_in_shared_memory_are_named_with_the_remedy(tmp_path: Path) -> None:
+    for part in (1, 2):
+        (tmp_path / f"model-{part}.safetensors").write_bytes(bytes(100))
+    full = base_model(path=str(tmp_path), full=TrainerSettings(), full_sampler=SamplerSettings())
+    not_sampled = base_model(path=str(tmp_path), full=TrainerSettings(), full_sampler=SamplerSettings(count=0))
+
+    def lines(base: BaseModelSettings, room: int) -> list[str]:
+        settings = Settings(base_models=(base,), engine=EngineSettings(handover_bytes=room))
+        return list(checks.short_of_shared_memory(settings))
+
+    [line] = lines(full, 599)
+    assert "set it to 600" in line
+    assert lines(full, 600) == lines(full, 0) == lines(not_sampled, 1) == lines(base_model(), 1) == []
 
 
 def test_a_cuda_build_beside_vllms_cpu_build_is_named_with_the_remedy(installed):
