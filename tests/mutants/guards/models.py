@@ -105,8 +105,8 @@ MUTANTS = (
     Mutant(
         "memory: the head's part of a GPU is not used twice",
         "workers/backends/training/memory.py",
-        "(free - head) * USABLE_ON_GPU",
-        "free * USABLE_ON_GPU",
+        "(free - head) * (_USABLE if trained else USABLE_ON_GPU)",
+        "free * (_USABLE if trained else USABLE_ON_GPU)",
         f"{_UNIT}/test_memory.py::test_of_a_gpus_memory_the_head_takes_its_part_and_gradients_a_fifth_of_the_rest",
     ),
     Mutant(
