@@ -14,6 +14,7 @@ import shutil
 import stat
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from workers.checkpoints.coalescing import CoalescingWorker, NewLatest
 
 log = logging.getLogger(__name__)
 _CLOSE_S = 2.0
+# What fails a restore may pass, such as a store whose files look damaged for a while.
+_MOST_RESTORES = 3
 
 # A commit follows a write within seconds, or never. Nothing refers to an older folder without a transfer record.
 _STALE_S = 60.0
@@ -55,6 +58,8 @@ class ShmTransfers:
     def __init__(self, store: ObjectStore, index: RedisRecords, folder: ShmFolder, latest: NewLatest) -> None:
         self._store, self._index, self._folder = store, index, folder
         self._lost: set[str] = set()
+        self._failed: Counter[str] = Counter()
+        """Restores of each model that failed here since the last that did not."""
         self._uploads: CoalescingWorker[None] = latest("shm-uploads", self._upload)
 
     def begin(self) -> None:
@@ -100,14 +105,21 @@ class ShmTransfers:
         """Models whose folder lost an adapter that was not uploaded; these models have to be restored again."""
         return set(self._lost)
 
-    def give_up(self, model_id: str) -> None:
+    def restored(self, model_id: str) -> None:
+        """Uploads the recorded transfers of a model that was restored here."""
+        self._failed.pop(model_id, None)
+        self.upload(model_id)
+
+    def not_restored(self, model_id: str) -> None:
         """Uploads the adapters of a model that could not be restored, as far as their files are here, because they need
-        no restore. Deletes the other transfer records, so that a request for those adapters fails."""
-        for prefix in self._on_record(model_id):
+        no restore. After three failures deletes the other transfer records, so that requests for those adapters fail.
+        """
+        self._failed[model_id] += 1
+        for prefix in self._on_record(model_id) if self._failed[model_id] >= _MOST_RESTORES else ():
             if self._folder.find(prefix) is None:
                 log.error("an adapter that was not uploaded is lost, because its model cannot be restored: %s", prefix)
                 self.delete_record(prefix)
-        self.upload(model_id)  # only a restore that succeeds would have started this
+        self.upload(model_id)
 
     def finish(self, model_id: str, within_s: float) -> None:
         """Returns when all of the model is uploaded, or something failed, or after `within_s`."""

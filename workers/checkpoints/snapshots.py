@@ -288,7 +288,7 @@ class Restore:
                 self.executor.saver.save_again(lease, to_make[entry.seq])
             self.snapshots.replayed(lease.model_id, entry)
             accumulation = accumulation.after(entry, entry.doomed)
-        shm_transfers.upload(lease.model_id)
+        shm_transfers.restored(lease.model_id)
         return accumulation
 
     def _behind(self, lease: Lease, seq: int) -> Iterator[Entry]:

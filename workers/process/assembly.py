@@ -231,7 +231,7 @@ def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides:
     watchdog = _watchdog(parts, serving, end)
     heartbeat = _heartbeat(parts, serving, trainer_role(full=serving.full), watchdog)
     most, changed = serving.base.trainer.max_models, heartbeat.refresh
-    lost, gpu_turn = shm_transfers.give_up, serving.gpu_turn_soon
+    lost, gpu_turn = shm_transfers.not_restored, serving.gpu_turn_soon
     owner = Owner(oplog, backend, parts.keeper, parts.worker, restore, settle, most, changed, lost, gpu_turn)
     telemetry.SNAPSHOT_AGE.set_function(lambda: snapshots.age_s(owner.residents()))
     drain = Drain(oplog, owner, send, queue)

@@ -103,7 +103,7 @@ class Owner:
 
     `restore(lease)` must bring the backend to the lease's applied seq, whatever was there before. `settle(resident,
     seconds)` saves a state before it is discarded, as far as it can in that time, so that restoring the model is quick.
-    `lost(model id)` is called for a model that nothing can restore.
+    `lost(model id)` is called for each restore that its snapshot or journal failed.
 
     At most `most` models are held; `changed` is called when one is added or removed. `gpu_turn` waits until the trainer
     may use its GPUs, as long as its block.

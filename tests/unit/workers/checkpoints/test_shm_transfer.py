@@ -355,10 +355,30 @@ def test_a_run_that_cannot_be_restored_keeps_no_sampler_waiting(world: World, st
     world.client.delete(keys.lease(MODEL))
     shutil.rmtree(world.folder / "objects" / "models" / MODEL / "snapshots")
     successor = world.worker("b/1", store=healthy(world))
-    successor.handle(3, "catch_up")
-    assert on_record(world) == []
+    for left in ([prefix], [prefix], []):
+        successor.handle(3, "catch_up")
+        assert on_record(world) == left
     with pytest.raises(ServerOpError, match="gone"), files(world, store, "b").use(prefix):
         pass
+
+
+def test_a_restore_that_fails_for_a_while_costs_no_adapter(world: World, store: GatedStore):
+    """Its machine is gone, and the snapshot cannot be read now."""
+    worker = world.worker("a/1", share=math.inf, store=store)
+    prefix = transferred(worker, world, 0)
+    world.await_snapshot(2)
+    worker.shm_transfers.close()
+    world.client.delete(keys.lease(MODEL))
+    snapshots = world.folder / "objects" / "models" / MODEL / "snapshots"
+    away = snapshots.rename(world.folder / "away")
+    successor = world.worker("b/1", store=healthy(world))
+    for _ in range(2):
+        successor.handle(3, "catch_up")
+    away.rename(snapshots)
+    successor.handle(3, "catch_up")
+    await_upload(world)
+    assert stored_adapter(world, prefix) == expected(world, 0)
+    assert not successor.shm_transfers._failed, "an old failure does not count for ever"
 
 
 def test_a_restore_that_fails_costs_no_adapter_whose_files_are_here(world: World, store: GatedStore):
