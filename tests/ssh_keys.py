@@ -17,8 +17,9 @@ class SshKey(NamedTuple):
     private: bytes
 
 
-def generate(kind: str) -> SshKey:
-    key = ed25519.Ed25519PrivateKey.generate() if kind == "ssh-ed25519" else rsa.generate_private_key(65537, 4096)
+def generate(kind: str, bits: int = 2048) -> SshKey:
+    """`bits` is the size of an RSA key."""
+    key = ed25519.Ed25519PrivateKey.generate() if kind == "ssh-ed25519" else rsa.generate_private_key(65537, bits)
     public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
     private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
     return SshKey(f"{public} me@my-machine", private)

@@ -121,10 +121,10 @@ def check_recipients(recipients: Sequence[str]) -> tuple[str, ...]:
     for recipient in recipients:
         try:
             age_recipient(recipient)
-        except ValueError:
+        except ValueError as error:
             raise BadRequest(
-                f"{recipient[:80]!r} is not an age recipient: give a public key such as age-keygen prints (age1...), "
-                "or one of SSH (ssh-ed25519 ..., ssh-rsa ...)"
+                f"{recipient[:80]!r} is not an age recipient ({error}): give a public key such as age-keygen prints "
+                "(age1...), or one of SSH (ssh-ed25519 ..., ssh-rsa ...)"
             ) from None
     return tuple(sorted(set(recipients)))
 

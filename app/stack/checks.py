@@ -24,8 +24,9 @@ from app.stores import objects
 from app.stores.redis.client import connect, connect_state
 from app.stores.redis.durability import NotDurable
 
-# Versions of a full fine-tune in shared memory: one that is sampled, one that requests wait for, and the next.
-_VERSIONS = 3
+# Versions of a full fine-tune in shared memory: one that is sampled, one that requests wait for, and the next. Each
+# has a tokenizer and a configuration too.
+_VERSIONS, _BESIDE_WEIGHTS = 3, 2**26
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 _LOOPBACK = "127.0.0.1"
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -131,18 +132,27 @@ def lacks_vllm(settings: Settings, driver: Path = _NVIDIA_DRIVER) -> bool:
 
 def short_of_shared_memory(settings: Settings) -> Iterator[str]:
     """Yields a line for each base model in a folder whose fully fine-tuned weights have too little room in shared
-    memory to be sampled from there (docs/full-fine-tuning.md). Without any room, that is what the settings want."""
+    memory to be sampled from there (docs/full-fine-tuning.md), if they have the precision of the base's files. Without
+    any room, that is what the settings want."""
     room = settings.engine.handover_bytes
     for base in settings.base_models:
         if not room or not all(section is not None and section.count for section in (base.full, base.full_sampler)):
             continue
-        files = Path(base.path).expanduser().glob("*.safetensors")
-        needed = _VERSIONS * sum(file.stat().st_size for file in files)
-        if needed > room:
+        weights = _weight_bytes(Path(base.path).expanduser())
+        needed = _VERSIONS * (weights + _BESIDE_WEIGHTS)
+        if weights and needed > room:
             yield (
                 f"base model {base.name!r}: engine.handover_bytes is {gib(room)}, so new weights of a full fine-tune "
                 f"take longer to reach the sampler; set it to {needed} ({gib(needed)}), and give /dev/shm as much"
             )
+
+
+def _weight_bytes(folder: Path) -> int:
+    """The bytes of the weights that transformers reads; 0 without a folder, or without one of its files."""
+    try:
+        return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
+    except OSError:
+        return 0
 
 
 def _samplers(base: BaseModelSettings) -> list[SamplerSettings]:

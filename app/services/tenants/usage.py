@@ -14,7 +14,7 @@ from app.domain.accounts import Caller, User
 from app.domain.prices import GB, MONTH_H, PricesOf, total
 from app.domain.results import CACHED, DEVICE, HOUR_S, PREFILLED, SAMPLED, SAVED, STORED, TRAINED
 from app.errors import BadRequest
-from app.services.tenants.access import Found, check_role, list_checkpoints, session_users
+from app.services.tenants.access import Found, check_role, list_checkpoints, users_of
 from app.services.tenants.audit import admin_projects
 from app.services.views import check_seen, texts, timestamp, user_urn
 from app.stores.pages import Fields, Page
@@ -74,7 +74,7 @@ class UsageService:
         counts: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
         costs: defaultdict[tuple[str, str], list[float | None]] = defaultdict(list)
-        users = session_users(self.records, (checkpoint for _, checkpoint in checkpoints))
+        users = users_of(self.records, {ids.session_of(checkpoint.model_id) for _, checkpoint in checkpoints})
         for _, checkpoint in checkpoints:
             group = checkpoint.owner, users[ids.session_of(checkpoint.model_id)]
             counts[group] += 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from app.domain.records import Checkpoint
+from app.services.tenants import access
 from app.stores.redis.records import dump
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.api.test_session_search import of, urn
@@ -128,9 +129,11 @@ def test_a_search_by_owner_reads_many_sessions_at_once_and_no_more_than_its_page
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, reads = api.services.authenticator(api.key).project, []
+    monkeypatch.setattr(access, "_SLICE", 100)
     for n in range(120):
-        record = Checkpoint(owner, f"s{n}:train:0", "weights", BASE, "x", float(n), 1, {}, [])
-        api.services.records.put("checkpoints", f"tinker://s{n}:train:0/weights/a", dump(record))
+        model = f"s{max(n, 29)}:train:0"  # the oldest 30 are of one session, which a slice cuts
+        record = Checkpoint(owner, model, "weights", BASE, "x", float(n), 1, {}, [])
+        api.services.records.put("checkpoints", f"tinker://{model}/weights/{n}", dump(record))
     read = type(api.services.records).read
 
     def counted(records: Any, namespace: str, ids: Any) -> Any:
@@ -139,9 +142,11 @@ def test_a_search_by_owner_reads_many_sessions_at_once_and_no_more_than_its_page
 
     monkeypatch.setattr(type(api.services.records), "read", counted)
     assert len(found(api, limit=5)) == 5
-    assert reads == [100]
+    assert reads == [91]
     assert len(found(api, limit=110)) == 110
-    assert reads == [100, 100, 20]
+    assert reads == [91, 91, 0], "no session is read twice"
+    assert len(found(api, limit=110, owner={"type": "accessible"})) == 110
+    assert reads == [91, 91, 0], "who sees all needs no session"
 
 
 def test_only_the_checkpoints_of_the_searched_projects_are_read(

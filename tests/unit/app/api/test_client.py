@@ -44,7 +44,7 @@ def test_batch_polls_can_be_switched_on_and_a_client_never_has_more_under_way_th
 
 
 def test_the_sdk_cuts_batches_to_what_one_call_may_have(settings: Settings) -> None:
-    """Otherwise a server with lower limits refuses the chunks that the SDK chooses by itself."""
+    """Otherwise a server with fewer datums or bytes a call refuses the chunks that the SDK chooses by itself."""
     own = ClientConfigResponse()
     limits, found = settings.limits, []
     for datums, body_bytes in ((limits.datums, 2**26), (3, 2**20)):

@@ -122,9 +122,12 @@ def test_full_fine_tunes_without_room_in_shared_memory_are_named_with_the_remedy
         settings = Settings(base_models=(base,), engine=EngineSettings(handover_bytes=room))
         return list(checks.short_of_shared_memory(settings))
 
-    [line] = lines(full, 599)
-    assert "set it to 600" in line
-    assert lines(full, 600) == lines(full, 0) == lines(not_sampled, 1) == lines(base_model(), 1) == []
+    needed = 3 * (200 + 2**26)
+    [line] = lines(full, needed - 1)
+    assert f"set it to {needed} " in line
+    assert lines(full, needed) == lines(full, 0) == lines(not_sampled, 1) == lines(base_model(), 1) == []
+    (tmp_path / "model-3.safetensors").symlink_to("nowhere")
+    assert lines(full, 1) == [], "a folder that is not whole is another check's matter"
 
 
 def test_a_cuda_build_beside_vllms_cpu_build_is_named_with_the_remedy(installed):
