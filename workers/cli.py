@@ -62,13 +62,14 @@ def _start_ranks(
         command = ["workers.trainer", *sys.argv[1:]]
         sys.exit(multinode.run(hosts, everything, name, command, gpus))
     if trainer.ranks > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", str(_threads_each(trainer.ranks)))
+        if gpus:
+            os.environ.setdefault("OMP_NUM_THREADS", str(_threads_each(trainer.ranks * trainer.count)))
         launcher = ["-m", "workers.process.torchrun", "--nproc-per-node", str(trainer.ranks)]
         os.execv(sys.executable, [sys.executable, *launcher, "-m", "workers.trainer", *sys.argv[1:]])
 
 
 def _threads_each(ranks: int) -> int:
-    """The cores for each of the ranks on this machine. torchrun itself would give each rank one thread."""
+    """The cores for each of so many ranks. torchrun itself would give each rank one thread."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 

@@ -108,6 +108,7 @@ class ShmTransfers:
     def restored(self, model_id: str) -> None:
         """Uploads the recorded transfers of a model that was restored here."""
         self._failed.pop(model_id, None)
+        self._lost.discard(model_id)  # an upload may have missed what this restore rebuilt
         self.upload(model_id)
 
     def not_restored(self, model_id: str) -> None:

@@ -80,7 +80,8 @@ class Adapters:
         try:
             with self._gpu_turn(handle), loading:
                 self._load(prefix, folder)
-            self._evict_unused()  # at once: all weights of a model would stay in shared memory beside their successor
+            if self._files.in_place:  # else all weights of a model would stay in shared memory beside their successor
+                self._evict_unused()
             yield
         finally:
             with self._lock:
@@ -190,7 +191,7 @@ class AdapterFiles:
         *,
         in_place: bool = False,
     ) -> None:
-        self._in_place = in_place
+        self.in_place = in_place
         self._store, self._index, self._transfers = store, index, transfers
         self._cache_dir, self._most_bytes, self._request_owner = cache_dir, most_bytes, request_owner
         self._lock = threading.Lock()
@@ -258,14 +259,14 @@ class AdapterFiles:
                 self._wait_for(prefix)
 
     def _shared(self, prefix: str) -> Path | None:
-        if not self._in_place:
+        if not self.in_place:
             return None
         if prefix not in self._readings:
-            reading = ExitStack()
-            folder = reading.enter_context(self._transfers.reading(prefix))
-            if folder is None:
-                return None
-            self._readings[prefix] = folder, reading
+            with ExitStack() as reading:
+                folder = reading.enter_context(self._transfers.reading(prefix))
+                if folder is None:
+                    return None
+                self._readings[prefix] = folder, reading.pop_all()
         return self._readings[prefix][0]
 
     def _copied(self, prefix: str) -> Path:

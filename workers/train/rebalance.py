@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass
 
 import redis
@@ -132,11 +132,11 @@ class IdleEviction:
     retry_backoff: RetryBackoff
     unwanted: Callable[[Collection[str]], set[str]]
     idle_s: float
-    incomplete: Callable[[], Collection[str]]
+    incomplete: Callable[[], Set[str]]
 
     def __call__(self) -> None:
         self.retry_backoff.retry_due()
-        for model_id in self.incomplete():
+        for model_id in self.owner.residents().keys() & self.incomplete():
             self.owner.discard(model_id)
         self._evict_idle()
 

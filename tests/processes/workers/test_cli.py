@@ -94,11 +94,13 @@ def test_launcher_and_ranks_see_the_named_gpus_in_their_order_and_a_rank_its_num
 
 
 def test_ranks_share_the_cores_unless_the_user_wants_another_number_of_threads(tmp_path: Path) -> None:
-    """torchrun would give each rank one thread: with offload, all of its optimizer's work."""
-    toml = "trainer.ranks = 2"
-    assert recorded(tmp_path, "OMP_NUM_THREADS", toml) == {"launcher": ["8"], "0": ["8"], "1": ["8"]}
+    """With GPUs, for offload: torchrun would give each rank one thread for all of its optimizer's work."""
+    toml = "trainer = {ranks = 2, count = 2, devices = [0, 1, 2, 3]}"
+    assert recorded(tmp_path, "OMP_NUM_THREADS", toml) == {"launcher": ["4"], "0": ["4"], "1": ["4"]}
     chosen = recorded(tmp_path, "OMP_NUM_THREADS", toml, OMP_NUM_THREADS="3")
     assert chosen == {"launcher": ["3"], "0": ["3"], "1": ["3"]}
+    on_cpus = recorded(tmp_path, "OMP_NUM_THREADS", "trainer.ranks = 2")
+    assert on_cpus == {"launcher": [None], "0": ["1"], "1": ["1"]}, "the bits of a CPU depend on the threads"
 
 
 def recorded(folder: Path, names: str, toml: str, *options: str, **environ: str) -> dict[str, list[str | None]]:

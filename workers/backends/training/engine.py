@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +21,7 @@ from workers.backends.devices import moved
 from workers.backends.training import packing, sequence_parallel
 from workers.backends.training.attention import NAME, packed_attention
 from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
-from workers.backends.training.memory import Activations, bytes_of_trained, free_memory
+from workers.backends.training.memory import Activations, bytes_of_trained
 from workers.backends.training.packing import runs_of
 from workers.backends.training.ranks import RankGroup
 from workers.backends.training.sequence_parallel import ALONE, SequenceGroup
@@ -34,7 +33,6 @@ from workers.models.lora import LoraLinear
 from workers.models.routers import NO_ROUTE
 from workers.models.tensor_parallel import SplitLayers
 
-log = logging.getLogger(__name__)
 _HEAD = "lm_head"
 _BODY = "model"
 # The adapter under which a pass's memory is measured. Most of it is the inputs of the linears, whatever the rank.
@@ -263,17 +261,9 @@ class HiddenStates(nn.Module):
     def micro_batch_tokens(self, device: torch.device) -> int:
         """Returns the tokens of a micro-batch on `device`: see Activations.
 
-        If the base itself is trained, its gradients and optimizer state will take a part of what is free now. Logs a
-        warning if that is not enough.
+        If the base itself is trained, its gradients and optimizer state will take a part of what is free now.
         """
         reserved = bytes_of_trained(self.model, self._trainer) if self._trained() else 0
-        if device.type != "cpu" and reserved > (free := free_memory(device)):
-            log.warning(
-                "full fine-tuning of this base takes %.0f GB on each GPU beside the weights, and %.0f GB are free: set "
-                "trainer.ranks and trainer.zero_stage higher, or trainer.offload",
-                reserved / 1e9,
-                free / 1e9,
-            )
         probe = partial(self._probe, device)
         return self._activations.micro_batch_tokens(device, probe, packed=self.packed, reserved=reserved)
 

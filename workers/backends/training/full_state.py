@@ -53,6 +53,7 @@ class ComputeCopy:
 
     def refresh(self, state: FullFinetuneState) -> None:
         """Copies the changed masters of `state`. Every rank gets the owners' values, tensor by tensor."""
+        self._of = None  # what is copied in part is nobody's
         for name, parameter in state.copies.items():
             mine = state.masters[name].detach() if state.shards.owns(name) else None
             self._engine.write(parameter, mine, state.shards.owners[name])

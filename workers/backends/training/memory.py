@@ -7,6 +7,7 @@ operations run in each case, so on a CPU the results have the same bits.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,9 +25,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from app.errors import SetupError
 from app.settings import TrainerSettings
 from workers.backends.training.lm_head import chunk_sizes
+from workers.backends.training.ranks import assigned
 from workers.models import lora, routers
 from workers.models.adapter import Segments
 
+log = logging.getLogger(__name__)
 # Tokens of the two passes that measure. Their difference cancels what does not grow with the tokens, such as weights.
 _PROBES = (64, 128)
 # The part of the free memory that activations may take. On a GPU the head's part is taken off first, and the rest is
@@ -94,20 +97,35 @@ def micro_batch_tokens(footprint: Footprint, usable: float, setting: bool | Lite
     return int(min(max(fitting // LEAST_TOKENS * LEAST_TOKENS, LEAST_TOKENS), most))
 
 
-def bytes_of_trained(model: nn.Module, trainer: TrainerSettings) -> int:
-    """Returns the bytes that full fine-tuning of `model` takes on the device of each rank, beside its weights, at the
-    peak of a pass (the table of docs/decisions/0009-full-fine-tuning.md)."""
+def warn_if_short(model: Any, trainer: TrainerSettings, device: torch.device) -> None:
+    """Logs a warning if full fine-tuning of `model` takes more than a GPU's free memory."""
+    needed = bytes_of_trained(model, trainer)
+    if device.type != "cpu" and needed > (free := free_memory(device)):
+        log.warning(
+            "full fine-tuning of this base takes %.0f GB on each GPU beside the weights, and %.0f GB are free: set "
+            "trainer.ranks and trainer.zero_stage higher, or trainer.offload",
+            needed / 1e9,
+            free / 1e9,
+        )
+
+
+def bytes_of_trained(model: Any, trainer: TrainerSettings) -> int:
+    """Returns the bytes that full fine-tuning of `model` takes on the device of the fullest rank, beside its weights,
+    at the peak of a pass (the table of docs/decisions/0009-full-fine-tuning.md)."""
     sizes = {id(weight): _numel(weight) for weight in model.parameters()}
-    itemsize = max(weight.element_size() for weight in model.parameters())
-    elements, ranks = sum(sizes.values()), trainer.ranks
+    itemsize: int = max(weight.element_size() for weight in model.parameters())
+    elements, stage = sum(sizes.values()), trainer.zero_stage if trainer.ranks > 1 else 0
+    kept = elements
+    if stage > 0:
+        owners = assigned(sizes, trainer.ranks)
+        kept = max(sum(sizes[one] for one in sizes if owners[one] == rank) for rank in range(trainer.ranks))
     # Masters and AdamW's moments: 12 bytes an element; the gradients of the pass and of those before the step: 8.
-    state, own = 20 * elements // ranks, elements * itemsize
-    if ranks > 1 and trainer.zero_stage == 0:
-        state = 20 * elements
-    elif ranks > 1 and trainer.zero_stage == 1:
-        state += 4 * elements  # until a rank's own sum is sent to the owners
-    elif ranks > 1:
+    state = 20 * kept + (4 * elements if stage == 1 else 0)  # at stage 1 a rank's own sum is whole until it is sent
+    if stage > 1:
         own = _largest_in_backward(model, sizes) * (itemsize + 4)  # the ranks sum it in fp32
+    else:
+        head = model.get_output_embeddings()  # its gradient is in fp32
+        own = elements * itemsize + (0 if head is None else (4 - itemsize) * _numel(head.weight))
     return own if trainer.offload else own + state
 
 

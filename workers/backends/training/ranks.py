@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from app.errors import SetupError
 from workers.backends.devices import copied
 
+Name = TypeVar("Name", str, int)
 COMPUTE_DEADLINE = timedelta(minutes=10)
 _CONTROL_DEADLINE = timedelta(days=365)
 
@@ -216,6 +217,15 @@ def _unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> None:
         tensor.copy_(part.view(tensor.shape))
 
 
+def assigned(sizes: Mapping[Name, int], ranks: int) -> dict[Name, int]:
+    """Returns the rank of each tensor, in the given order: largest first, each goes to the rank that holds least."""
+    loads, owners = [0] * ranks, dict.fromkeys(sizes, 0)
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += sizes[name]
+    return owners
+
+
 @dataclass(frozen=True, slots=True)
 class Shards:
     """Ownership of tensors by ranks. `owners`: the rank of each name, in the tensors' order.
@@ -232,18 +242,11 @@ class Shards:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], ranks: RankGroup, device: torch.device, *, split: bool) -> Shards:
-        """Assigns tensors to ranks; `sizes` in elements.
-
-        With `split`, largest first, each to the rank that holds least. The result is the same on every rank.
-        """
+        """Assigns tensors to ranks; `sizes` in elements. The result is the same on every rank."""
         split = split and ranks.size > 1
         if not split:
             return cls(dict.fromkeys(sizes, ranks.rank), ranks, device, split)
-        loads, owners = [0] * ranks.size, dict.fromkeys(sizes, 0)
-        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-            owners[name] = loads.index(min(loads))
-            loads[owners[name]] += sizes[name]
-        return cls(owners, ranks, device, split)
+        return cls(assigned(sizes, ranks.size), ranks, device, split)
 
     def owns(self, name: str) -> bool:
         return self.owners[name] == self.ranks.rank

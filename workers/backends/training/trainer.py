@@ -24,6 +24,7 @@ from workers.backends.training.base import BackendOp, Create, Load, Writer
 from workers.backends.training.batch_ops import Job, fetch
 from workers.backends.training.engine import Engine, EngineLost
 from workers.backends.training.full_state import ComputeCopy, FullFinetuneModels
+from workers.backends.training.memory import warn_if_short
 from workers.backends.training.optimizer import step_all
 from workers.backends.training.passes import OutOfMemory, Pass
 from workers.backends.training.ranks import total_norms
@@ -331,6 +332,7 @@ class Trainer(ABC):
     def _make_models(self, engine: Engine) -> Models:
         if not self._full:
             return AdapterModels(engine, self._settings.path)
+        warn_if_short(engine.base.model, self._settings.trainer, engine.base.device)
         master_device = torch.device("cpu") if self._settings.trainer.offload else engine.base.device
         return FullFinetuneModels(engine, ComputeCopy(engine), self._settings.path, master_device)
 

@@ -379,6 +379,7 @@ def test_a_restore_that_fails_for_a_while_costs_no_adapter(world: World, store: 
     await_upload(world)
     assert stored_adapter(world, prefix) == expected(world, 0)
     assert not successor.shm_transfers._failed, "an old failure does not count for ever"
+    assert not successor.shm_transfers.lost(), "what is restored now need not be restored again"
 
 
 def test_a_restore_that_fails_costs_no_adapter_whose_files_are_here(world: World, store: GatedStore):
