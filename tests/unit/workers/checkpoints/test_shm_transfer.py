@@ -14,7 +14,7 @@ import pytest
 from app.domain.checkpoints import MANIFEST, UNHASHED
 from app.domain.ops import SaveWeights
 from app.domain.records import Sampler, ShmTransfer
-from app.errors import Requeue, ServerOpError, Unavailable
+from app.errors import ServerOpError, Unavailable
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -345,61 +345,6 @@ def test_the_end_of_a_run_ends_its_transfers(world: World, store: GatedStore):
     store.open.set()
     await_true(lambda: worker.shm_transfers._folder.find(prefix) is None, "the memory is free")
     assert store.list(prefix) == []
-
-
-def test_a_run_that_cannot_be_restored_keeps_no_sampler_waiting(world: World, store: GatedStore):
-    worker = world.worker("a/1", share=math.inf, store=store)
-    prefix = transferred(worker, world, 0)
-    world.await_snapshot(2)
-    worker.shm_transfers.close()
-    world.client.delete(keys.lease(MODEL))
-    shutil.rmtree(world.folder / "objects" / "models" / MODEL / "snapshots")
-    successor = world.worker("b/1", store=healthy(world))
-    for left in ([prefix], [prefix], []):
-        successor.handle(3, "catch_up")
-        assert on_record(world) == left
-    with pytest.raises(ServerOpError, match="gone"), files(world, store, "b").use(prefix):
-        pass
-
-
-def test_a_restore_that_fails_for_a_while_costs_no_adapter(world: World, store: GatedStore):
-    """Its machine is gone, and the snapshot cannot be read now."""
-    worker = world.worker("a/1", share=math.inf, store=store)
-    prefix = transferred(worker, world, 0)
-    world.await_snapshot(2)
-    worker.shm_transfers.close()
-    world.client.delete(keys.lease(MODEL))
-    snapshots = world.folder / "objects" / "models" / MODEL / "snapshots"
-    away = snapshots.rename(world.folder / "away")
-    successor = world.worker("b/1", store=healthy(world))
-    for _ in range(2):
-        successor.handle(3, "catch_up")
-    away.rename(snapshots)
-    successor.handle(3, "catch_up")
-    await_upload(world)
-    assert stored_adapter(world, prefix) == expected(world, 0)
-    assert not successor.shm_transfers._failed, "an old failure does not count for ever"
-    assert not successor.shm_transfers.lost(), "what is restored now need not be restored again"
-
-
-def test_a_restore_that_fails_costs_no_adapter_whose_files_are_here(world: World, store: GatedStore):
-    """The upload needs no restore, and the next restore may succeed."""
-    worker = world.worker("a/1", share=math.inf, store=store)
-    prefix = transferred(worker, world, 0)
-    world.await_snapshot(2)
-    worker.shm_transfers.close()
-    worker.snapshots.close()
-    world.client.delete(keys.lease(MODEL))
-    shutil.rmtree(world.folder / "objects" / "models" / MODEL / "snapshots")
-    shutil.rmtree(world.folder / "a" / "snapshots", ignore_errors=True)
-    away = (world.folder / "handover").rename(world.folder / "away")
-    again = world.worker("a/1", store=healthy(world))
-    away.rename(world.folder / "handover")  # only now: the start of a worker uploads what it finds
-    admit(world, *step(1), first=4)
-    with pytest.raises(Requeue, match="cannot be restored"):
-        again.handle(4)
-    await_upload(world)
-    assert stored_adapter(world, prefix) == expected(world, 0)
 
 
 def test_in_flight_samplers_of_a_model_follow_its_newest_save_and_a_snapshot_stays(world: World, store: GatedStore):

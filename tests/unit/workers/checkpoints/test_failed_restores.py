@@ -1,0 +1,93 @@
+"""A model that cannot be restored costs no weights that could still be uploaded, and keeps nobody waiting."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+
+from app.errors import Requeue, ServerOpError
+from app.stores.redis import keys
+from tests.unit.workers.checkpoints.test_shm_transfer import (
+    await_upload,
+    dies_at_once,
+    expected,
+    files,
+    healthy,
+    on_record,
+    stored_adapter,
+    transferred,
+)
+from tests.unit.workers.conftest import MODEL, World, await_true, step
+from tests.unit.workers.train.saves import GatedStore, admit, store
+
+__all__ = ["dies_at_once", "store"]  # the fixtures
+
+
+def left_by_a_lost_worker(world: World, store: GatedStore) -> str:
+    """The prefix of new weights that were committed and not uploaded, behind a snapshot."""
+    worker = world.worker("a/1", share=math.inf, store=store)
+    prefix = transferred(worker, world, 0)
+    world.await_snapshot(2)
+    worker.shm_transfers.close()
+    worker.snapshots.close()
+    world.client.delete(keys.lease(MODEL))
+    return prefix
+
+
+def test_a_run_that_cannot_be_restored_keeps_no_sampler_waiting(world: World, store: GatedStore):
+    prefix = left_by_a_lost_worker(world, store)
+    shutil.rmtree(world.folder / "objects" / "models" / MODEL / "snapshots")
+    successor = world.worker("b/1", store=healthy(world))
+    for left in ([prefix], [prefix], []):
+        successor.handle(3, "catch_up")
+        assert on_record(world) == left
+    with pytest.raises(ServerOpError, match="gone"), files(world, store, "b").use(prefix):
+        pass
+
+
+def test_a_restore_that_fails_for_a_while_costs_no_adapter(world: World, store: GatedStore):
+    """Its machine is gone, and the snapshot cannot be read now."""
+    prefix = left_by_a_lost_worker(world, store)
+    snapshots = world.folder / "objects" / "models" / MODEL / "snapshots"
+    away = snapshots.rename(world.folder / "away")
+    successor = world.worker("b/1", store=healthy(world))
+    for _ in range(2):
+        successor.handle(3, "catch_up")
+    away.rename(snapshots)
+    successor.handle(3, "catch_up")
+    await_upload(world)
+    assert stored_adapter(world, prefix) == expected(world, 0)
+    assert not successor.shm_transfers._failed, "an old failure does not count for ever"
+    assert not successor.shm_transfers.lost(), "what is restored now need not be restored again"
+
+
+def test_a_restore_that_fails_costs_no_adapter_whose_files_are_here(world: World, store: GatedStore):
+    """The upload needs no restore, and the next restore may succeed."""
+    prefix = left_by_a_lost_worker(world, store)
+    shutil.rmtree(world.folder / "objects" / "models" / MODEL / "snapshots")
+    shutil.rmtree(world.folder / "a" / "snapshots", ignore_errors=True)
+    away = (world.folder / "handover").rename(world.folder / "away")
+    again = world.worker("a/1", store=healthy(world))
+    away.rename(world.folder / "handover")  # only now: the start of a worker uploads what it finds
+    admit(world, *step(1), first=4)
+    with pytest.raises(Requeue, match="cannot be restored"):
+        again.handle(4)
+    await_upload(world)
+    assert stored_adapter(world, prefix) == expected(world, 0)
+
+
+def test_a_model_that_is_not_here_is_not_discarded_at_every_tick(
+    world: World, store: GatedStore, monkeypatch: pytest.MonkeyPatch
+):
+    """To discard it is a message to all ranks."""
+    left_by_a_lost_worker(world, store)
+    shutil.rmtree(world.folder / "objects" / "models" / MODEL / "snapshots")
+    successor = world.worker("b/1", store=healthy(world))
+    successor.handle(3, "catch_up")
+    await_true(successor.shm_transfers.lost, "the upload finds nothing to send")
+    closed: list[str] = []
+    monkeypatch.setattr(successor.backend, "close", closed.append)
+    successor.on_tick()
+    assert closed == []
