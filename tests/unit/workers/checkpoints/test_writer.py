@@ -81,7 +81,7 @@ def test_a_killed_save_leaves_nothing_behind_the_next_start_of_its_worker(world:
     assert not any(left.exists() for left in store.left)
 
 
-def test_only_weights_for_samplers_are_rounded(world: World):
+def test_only_weights_for_samplers_are_rounded(world: World, monkeypatch: pytest.MonkeyPatch):
     worker = world.worker("a/1")
     worker.handle(0, "create_model")
     copied: list[bool] = []
@@ -92,7 +92,7 @@ def test_only_weights_for_samplers_are_rounded(world: World):
             copied.append(parts["rounded"])
         return capture(model_id, **parts)
 
-    worker.backend.capture = spy
+    monkeypatch.setattr(worker.backend, "capture", spy)  # other tests share the backend
     kinds = [("weights", ""), ("sampler_weights", ""), ("sampler_weights", "session:sample:0")]
     for seq, (kind, session_id) in enumerate(kinds, 1):
         world.admit(seq, SaveWeights(kind, f"save-{seq}", sampling_session_id=session_id))
