@@ -1,4 +1,6 @@
-"""Program of test_sequence_parallel.py: Ops with routes, in one process or in each rank of a group."""
+"""Program of test_sequence_parallel.py and test_tensor_parallel.py: Ops with routes, in one process or in each rank of
+a group.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,15 @@ LENGTHS = {"a": (9, 30, 4, 23), "b": (17, 6)}
 
 
 def run(backend: Trainer) -> dict[str, np.ndarray]:
-    """Runs two tenants in one pass, with routes and without. Returns the logprobs and the gradients by name."""
+    """Runs two tenants in one pass, with routes and without. Returns the logprobs, the loads of the experts and the
+    gradients by name."""
     found: dict[str, np.ndarray] = {}
     backend.apply({"a": Create(LoraSpec(rank=4, seed=1)), "b": Create(LoraSpec(rank=8, seed=2))})
     for name, ops in (("routed", {model: routed(model) for model in LENGTHS}), ("plain", {"a": plain("a")})):
         for model, output in backend.apply(ops).items():
             assert isinstance(output, ForwardBackwardOutput), output
             found[f"{name} {model} logprobs"] = output.logprobs.values
+            found[f"{name} {model} load"] = np.array([v for key, v in output.metrics.items() if key.startswith("e_")])
     return found | {
         f"grad {model} {name}": value for model in LENGTHS for name, value in backend.gradients(model).items()
     }

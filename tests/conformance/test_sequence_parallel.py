@@ -71,9 +71,18 @@ def test_ranks_that_share_each_datum_equal_one_process_in_full_fine_tuning(tmp_p
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_ranks_that_share_each_datum_take_the_routes_of_its_tokens(tmp_path: Path, zero_stage: int) -> None:
+    check_routed(tmp_path, zero_stage=zero_stage, ranks=2, sequence_parallel=2)
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_ranks_with_datums_of_their_own_take_the_routes_of_these(tmp_path: Path, zero_stage: int) -> None:
+    check_routed(tmp_path, zero_stage=zero_stage, ranks=2, micro_batch_tokens=16)
+
+
+def check_routed(tmp_path: Path, **trainer: Any) -> None:
+    """The ranks' logprobs, gradients and loads of experts are those of one process."""
     base = architectures.build("qwen3-moe", tmp_path / "base")
     wanted = routed_ranks.run(of_one(base, router_replay=True))
-    trainer = {"zero_stage": zero_stage, "ranks": 2, "sequence_parallel": 2}
     text = settings(base, **trainer).model_copy(update={"router_replay": True}).model_dump_json()
     (tmp_path / "shared").mkdir()
     assert run_group(routed_ranks.main, text, str(tmp_path / "shared")) == [0, 0]

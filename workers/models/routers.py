@@ -1,4 +1,4 @@
-"""Router replay: the routers of a model record the experts that they choose, or take given ones.
+"""Routers of a model with experts: they record the experts that they choose, and take given ones (router replay).
 
 A router makes the weights of its experts by its own formula in both cases, because only its choice is replaced: the
 outcome of its last top-k over the experts. A context variable holds what a pass asks for, as in workers.models.lora.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -45,9 +46,14 @@ _ROUTERS = {
 
 
 class Recorder:
-    """The experts that the routers chose in the latest pass."""
+    """The experts that the routers chose in the latest pass.
 
-    def __init__(self) -> None:
+    `given`: the experts that they take instead, int64 [tokens, layers, top_k], with NO_ROUTE where a router chooses by
+    itself.
+    """
+
+    def __init__(self, given: Tensor | None = None) -> None:
+        self.given = given
         self._chosen: dict[int, Tensor] = {}
         self._experts = 0
 
@@ -58,13 +64,59 @@ class Recorder:
     def take(self, rows: int) -> np.ndarray:
         """Returns the routes of a pass over [rows, columns] tokens, [rows, columns, layers, top_k], in the dtype that
         app.domain.routes gives them."""
-        layers = torch.stack([self._chosen[layer] for layer in sorted(self._chosen)], 1)
-        routes: np.ndarray = layers.cpu().numpy().astype(dtype_of(self._experts))
+        routes: np.ndarray = self.chosen().cpu().numpy().astype(dtype_of(self._experts))
         return routes.reshape(rows, -1, *routes.shape[1:])
 
+    def chosen(self) -> Tensor:
+        """Returns the routes of a pass, int64 [tokens, layers, top_k]."""
+        return torch.stack([self._chosen[layer] for layer in sorted(self._chosen)], 1)
 
-Request = Tensor | Recorder | None
-_request: ContextVar[Request] = ContextVar("routes", default=None)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """The routes of a training pass.
+
+    `given`: as in Recorder. `ops`: the number of each token's Op, int64 [tokens]. `load`: counts the tokens that each
+    expert gets, fp32 [Ops, layers, experts].
+    """
+
+    given: Tensor | None
+    ops: Tensor
+    load: Tensor
+
+    @contextmanager
+    def used(self, rows: slice) -> Iterator[None]:
+        """Routes these rows of the pass within the block, and counts them. Rows behind the last token are padding."""
+        recorder, ops = Recorder(self._given(rows)), self.ops[rows]
+        with use(recorder):
+            yield
+        chosen = recorder.chosen()[: len(ops)]
+        layers = torch.arange(chosen.shape[1], device=chosen.device)[:, None]
+        _, count, experts = self.load.shape
+        places = ((ops[:, None, None] * count + layers) * experts + chosen).flatten()
+        self.load.view(-1).index_add_(0, places, self.load.new_ones(()).expand(len(places)))
+
+    def _given(self, rows: slice) -> Tensor | None:
+        if self.given is None:
+            return None
+        given = self.given[rows]
+        return nn.functional.pad(given, (0, 0) * 2 + (0, rows.stop - rows.start - len(given)), value=NO_ROUTE)
+
+
+def load_metrics(load: Tensor) -> dict[str, float]:
+    """Returns the metrics of an Op whose experts got these numbers of tokens, [layers, experts], under the SDK's names
+    (tinker.types.ForwardBackwardOutput)."""
+    shares = load.double() / load.double().mean(-1, keepdim=True)  # 1 is the perfect balance
+    return {
+        "e_frac_with_tokens:mean": (shares > 0).double().mean().item(),
+        "e_frac_oversubscribed:mean": (shares > 1).double().mean().item(),
+        "e_max_violation:mean": shares.amax(-1).mean().item() - 1,
+        "e_max_violation:max": shares.amax().item() - 1,
+        "e_min_violation:mean": shares.amin(-1).mean().item() - 1,
+    }
+
+
+_recorder: ContextVar[Recorder | None] = ContextVar("routes", default=None)
 
 
 def found(model: nn.Module) -> list[Any]:
@@ -85,40 +137,43 @@ def check_replayable(settings: BaseModelSettings) -> None:
         )
 
 
-def wrap(model: nn.Module) -> None:
-    """Makes the model's routers obey `use`. Outside of its blocks they are unchanged, to the bit."""
-    for layer, router in enumerate(found(model)):
+def wrap(model: nn.Module) -> tuple[int, int]:
+    """Makes the model's routers obey `use`. Outside of its blocks they are unchanged, to the bit. Returns the numbers
+    of routers and of experts in a layer."""
+    experts = 0
+    for layer, router in enumerate(routers := found(model)):
         shape = getattr(router.weight, "ds_shape", router.weight.shape)  # ZeRO-3 empties it
         experts = shape[0] - getattr(router, "n_shared_experts", 0)  # Inkling scores shared ones too
         router.forward = partial(_forward, layer, router.forward, experts)
+    return len(routers), experts
 
 
 @contextmanager
-def use(request: Request) -> Iterator[None]:
-    """Makes the passes within the block take these experts, int64 [tokens, layers, top_k], with NO_ROUTE where a router
-    chooses by itself; or record their own; or do neither."""
-    token = _request.set(request)
+def use(recorder: Recorder | None) -> Iterator[None]:
+    """Makes the passes within the block take the experts that `recorder` gives, and record all."""
+    token = _recorder.set(recorder)
     try:
         yield
     finally:
-        _request.reset(token)
+        _recorder.reset(token)
 
 
-def in_use() -> Request:
-    """The request of the present block."""
-    return _request.get()
+def in_use() -> Recorder | None:
+    """The recorder of the present block."""
+    return _recorder.get()
 
 
 def _forward(layer: int, plain: Any, experts: int, *inputs: Tensor) -> Any:
-    request = _request.get()
-    if isinstance(request, Tensor):
-        with _Choice(request[:, layer], experts) as choice:
+    recorder = _recorder.get()
+    if recorder is None:
+        return plain(*inputs)
+    if recorder.given is None:
+        outputs = plain(*inputs)
+    else:
+        with _Choice(recorder.given[:, layer], experts) as choice:
             outputs = plain(*inputs)
         assert choice.made, "the router chose its experts without torch.topk"
-        return outputs
-    outputs = plain(*inputs)
-    if request is not None:
-        request.note(layer, outputs[2], experts)
+    recorder.note(layer, outputs[2], experts)
     return outputs
 
 

@@ -344,9 +344,9 @@ MUTANTS = (
     ),
     Mutant(
         "router replay: a rank takes the routes of its own tokens",
-        "workers/backends/training/engine.py",
-        "value=NO_ROUTE)[rows]",
-        "value=NO_ROUTE)[: rows.stop - rows.start]",
+        "workers/models/routers.py",
+        "given = self.given[rows]",
+        "given = self.given[: rows.stop - rows.start]",
         "tests/conformance/test_sequence_parallel.py"
         "::test_ranks_that_share_each_datum_take_the_routes_of_its_tokens[0]",
         slow=True,
@@ -354,11 +354,28 @@ MUTANTS = (
     Mutant(
         "router replay: beside images",
         "workers/backends/training/engine.py",
-        """                with routers.use(routes):
+        """                with _routed(routing, slice(0, len(tokens))):
                     return self._seen(tokens, lengths, owners, picture)""",
         """                return self._seen(tokens, lengths, owners, picture)""",
         "tests/parity/test_router_replay.py"
         "::test_gradients_of_text_and_images_equal_a_reference_with_forced_experts[qwen3-vl-moe-False]",
+    ),
+    Mutant(
+        "load of experts: the ranks' counts are added up",
+        "workers/backends/training/passes.py",
+        "            found.append(self._load)\n",
+        "",
+        "tests/conformance/test_sequence_parallel.py"
+        "::test_ranks_with_datums_of_their_own_take_the_routes_of_these[2]",
+        slow=True,
+    ),
+    Mutant(
+        "load of experts: each Op has its own",
+        "workers/backends/training/passes.py",
+        "ops = np.concatenate([np.full(share.tokens, share.job) for share in batch.shares])",
+        "ops = np.concatenate([np.full(share.tokens, 0) for share in batch.shares])",
+        "tests/parity/test_router_replay.py"
+        "::test_the_metrics_of_each_tenant_tell_how_its_tokens_are_spread_over_the_experts[False]",
     ),
     # Adapters on a GPU.
     Mutant(

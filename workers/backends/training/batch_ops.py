@@ -24,7 +24,7 @@ from workers.backends.training.losses import LOSS_FNS
 from workers.backends.training.losses.custom import CustomLossRun
 from workers.backends.training.state import ModelState
 from workers.models.adapter import Adapter
-from workers.models.routers import NO_ROUTE
+from workers.models.routers import NO_ROUTE, load_metrics
 
 _Row = tuple[int, int, int]
 """(job, datum, number of tokens in the datum)."""
@@ -153,7 +153,8 @@ class Job:
 
     scores: fp32 [all elements of `scored`], the logprobs of the targets, or a critic's values; `datums` holds fp32
     [number of datums] arrays: "bad" (not 0 where the loss, its gradient or a sum among its metrics is not finite),
-    "loss:sum" and the metrics. Both lie on the device until they are fetched.
+    "loss:sum" and the metrics. load: the tokens that each expert got, times a factor, fp32 [layers, experts]; None
+    without known routers. All lie on the device until they are fetched.
     """
 
     op: ForwardBackward
@@ -164,6 +165,7 @@ class Job:
     datums: dict[str, Tensor]
     custom: CustomLossRun | None = None
     routes: Column | None = None
+    load: Tensor | None = None
 
     @classmethod
     def of(cls, op: ForwardBackward, state: ModelState, device: torch.device) -> Job:
@@ -252,6 +254,8 @@ class Job:
         found = {name: t.double() for name, t in self.datums.items() if name != "bad"}
         metrics = {name: float(_reduce(name, t, 0)) if len(t) else 0.0 for name, t in found.items()}
         metrics["tokens:sum"] = float(sum(self.tokens.lengths))
+        if self.load is not None:
+            metrics |= load_metrics(self.load)
         scores = Ragged(self.scores.numpy(), _score_layout(self.op).shapes)
         return CriticOutput(scores, metrics) if self.critic else ForwardBackwardOutput(scores, metrics)
 
@@ -259,10 +263,13 @@ class Job:
 def fetch(jobs: Collection[Job]) -> None:
     """Moves the results of all jobs to the host, in one transfer."""
     parts = [part for job in jobs for part in (job.scores, *job.datums.values())]
+    parts += [job.load.flatten() for job in jobs if job.load is not None]
     found = iter(torch.split(torch.cat(parts).cpu(), [len(part) for part in parts]))
     for job in jobs:
         job.scores = next(found)
         job.datums = {name: next(found) for name in job.datums}
+    for job in jobs:
+        job.load = None if job.load is None else next(found).view(job.load.shape)
 
 
 def asks_entropy(op: ForwardBackward) -> bool:

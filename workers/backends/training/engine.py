@@ -30,7 +30,7 @@ from workers.models.adapter import Adapter
 from workers.models.base_model import LoadedBase
 from workers.models.images import Picture
 from workers.models.lora import LoraLinear
-from workers.models.routers import NO_ROUTE
+from workers.models.routers import Routing
 from workers.models.tensor_parallel import SplitLayers
 
 _HEAD = "lm_head"
@@ -167,6 +167,7 @@ class HiddenStates(nn.Module):
 
     `packed`: datums lie end to end and no token is padding. Otherwise datums are padded on the right to the longest.
     `fused`: the head runs fused kernels, and layers where there are some for them (workers/models/fused.py).
+    `routed`: the numbers of layers with a known router, and of experts in each.
     `layers`: the layers, if the architecture has some that transformers can checkpoint; they may be nested.
     `on_layer_gradients`: called with each layer once a backward pass has all gradients of its weights.
     """
@@ -199,7 +200,7 @@ class HiddenStates(nn.Module):
         if self.packed:
             model.set_attn_implementation({_text_config_name(model.config): name})
             packing.prepare(model)
-        routers.wrap(model)
+        self.routed = routers.wrap(model) if self.packed else (0, 0)
         self.fused = trainer.fused_kernels and fused.usable(next(model.parameters()).device)
         if self.fused and self.packed:  # the architectures of which tests/parity/test_fused.py shows the results
             fused.fuse(model)
@@ -216,21 +217,21 @@ class HiddenStates(nn.Module):
         *,
         hidden: bool = False,
         picture: Picture | None = None,
-        routes: Tensor | None = None,
+        routing: Routing | None = None,
     ) -> Tensor:
         """Maps int64 [T], the datums' tokens end to end, to hidden states [T, hidden size].
 
         An architecture without a logit rule gives logits [T, vocabulary] instead, unless `hidden`.
 
-        `picture`: the images among the tokens. `routes`: the tokens' experts, int64 [T, layers, top_k], as
-        `routers.use` takes them. Ranks that share the tokens get their own rows of the result.
+        `picture`: the images among the tokens. `routing`: where there are routers, the tokens' experts; each rank
+        counts those of its own rows. Ranks that share the tokens get their own rows of the result.
         """
         count = len(tokens) if self.packed else len(lengths) * max(lengths)
         with self._activations.during(count, tokens.device, partial(self._probe, tokens.device)), self._watched():
             if picture is not None:
-                with routers.use(routes):
+                with _routed(routing, slice(0, len(tokens))):
                     return self._seen(tokens, lengths, owners, picture)
-            return self._run(tokens, lengths, owners, hidden, routes)
+            return self._run(tokens, lengths, owners, hidden, routing)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -276,24 +277,23 @@ class HiddenStates(nn.Module):
         return any(parameter.requires_grad for parameter in self.model.parameters())
 
     def _run(
-        self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool, routes: Tensor | None
+        self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool, routing: Routing | None
     ) -> Tensor:
         if not self.packed:
             return self._padded(tokens, lengths, owners, hidden)
         if self._layers is None:
-            return self._packed(tokens, lengths, owners, routes)
+            return self._packed(tokens, lengths, owners, routing)
         parts = [(None if adapter is None else self._layers.own(adapter), count) for adapter, count in owners]
-        return sequence_parallel.own_rows(self._packed(tokens, lengths, parts, routes), self._group)
+        return sequence_parallel.own_rows(self._packed(tokens, lengths, parts, routing), self._group)
 
-    def _packed(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, routes: Tensor | None) -> Tensor:
+    def _packed(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, routing: Routing | None) -> Tensor:
         own = self._sequence.own(len(tokens))
         if missing := self._sequence.missing(len(tokens)):  # a datum of its own, so that no other one sees it
             tokens, lengths = nn.functional.pad(tokens, (0, missing)), [*lengths, missing]
         rows = self._sequence.own(len(tokens))
         positions = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])
         segments = list(lora.within([*_segments(owners, lengths), (None, missing)], rows))
-        given = None if routes is None else nn.functional.pad(routes, (0, 0) * 2 + (0, missing), value=NO_ROUTE)[rows]
-        with lora.use(segments), routers.use(given):
+        with lora.use(segments), _routed(routing, rows):
             output = self.model.get_submodule(_BODY)(
                 tokens[None, rows], position_ids=positions[None, rows], use_cache=False, runs=runs_of(lengths)
             )
@@ -315,6 +315,10 @@ class HiddenStates(nn.Module):
             if hidden:
                 return self.model.base_model(rows, use_cache=False).last_hidden_state[real]  # type: ignore[no-any-return]
             return self.model(rows, use_cache=False).logits[real]  # type: ignore[no-any-return]
+
+
+def _routed(routing: Routing | None, rows: slice) -> AbstractContextManager[None]:
+    return nullcontext() if routing is None else routing.used(rows)
 
 
 def _text_config_name(config: Any) -> str:

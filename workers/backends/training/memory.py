@@ -242,7 +242,7 @@ def _contexts() -> tuple[Any, Any]:
 
 
 @contextmanager
-def _as_in(adapters: Segments, routes: routers.Request) -> Iterator[None]:
+def _as_in(adapters: Segments, routes: routers.Recorder | None) -> Iterator[None]:
     with lora.use(adapters), routers.use(routes):
         yield
 

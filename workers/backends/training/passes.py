@@ -25,7 +25,7 @@ from workers.backends.training.lm_head import LmHead, Scored, chunk_sizes
 from workers.models import lora
 from workers.models.adapter import Segments
 from workers.models.images import Picture
-from workers.models.routers import NO_ROUTE
+from workers.models.routers import NO_ROUTE, Routing
 
 # Picking rows copies them. The copy pays once a quarter of the rows are left out.
 _WORTH_PICKING = 0.75
@@ -147,6 +147,8 @@ class Pass:
         lengths = [job.tokens.lengths for job in jobs]
         self._batches = cut(lengths, micro_batch_tokens, packed=engine.hidden_states.packed)
         self._has_images = any(job.op.batch.images for job in jobs)
+        layers, experts = engine.hidden_states.routed
+        self._load = torch.zeros(len(jobs), layers, experts, device=self._device) if experts else None
 
     def run(self, progress: Callable[[], None]) -> None:
         """Fills every job's scores and datums, and unless forward-only the found gradient of its state, from all ranks.
@@ -205,7 +207,7 @@ class Pass:
                 owners,
                 hidden=self._critics,
                 picture=picture,
-                routes=self._routes(batch),
+                routing=None if self._load is None else self._routing(batch, self._load),
             )
         gradient = self._hidden_gradient(batch, hidden)
         if hidden.requires_grad:
@@ -237,6 +239,10 @@ class Pass:
             for datum, length in zip(share.datums, share.lengths, strict=True)
         ]
         return reader.picture(datums) or (reader.blank(batch.lengths) if self._engine.collective_passes else None)
+
+    def _routing(self, batch: MicroBatch, load: Tensor) -> Routing:
+        ops = np.concatenate([np.full(share.tokens, share.job) for share in batch.shares])
+        return Routing(self._routes(batch), self._moved(ops), load)
 
     def _routes(self, batch: MicroBatch) -> Tensor | None:
         """Returns the given experts, int64 [T, layers, top_k]; None if no token has any."""
@@ -363,6 +369,10 @@ class Pass:
         if self._sequence.rank:  # the first rank of the group has the same
             for one in found:
                 one.zero_()
+        if self._load is not None:  # ranks that share the tokens count each its own, or all of them the same
+            found.append(self._load)
+            for job, load in zip(self._jobs, self._load, strict=True):
+                job.load = load
         self._engine.ranks.sum_(found)
         if self._backward:
             for job in self._jobs:

@@ -64,7 +64,7 @@ def test_given_experts_are_taken_and_the_rest_is_chosen_to_the_bit_as_without_th
             found = []
             blocks = [layer.mlp.experts for layer in model.model.layers]
             hooks = [block.register_forward_pre_hook(lambda _, inputs: found.append(inputs[1])) for block in blocks]
-            with routers.use(torch.from_numpy(given)):
+            with routers.use(Recorder(torch.from_numpy(given))):
                 logits = model(tokens, use_cache=False).logits
             for hook in hooks:
                 hook.remove()

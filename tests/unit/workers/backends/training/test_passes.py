@@ -192,7 +192,7 @@ def test_an_entropy_without_choice_is_zero() -> None:
 class SecondRank:
     """The engine of the second of two ranks; `seen` holds the tokens that it runs."""
 
-    packed, collective_passes, sequence = True, True, ALONE
+    packed, collective_passes, sequence, routed = True, True, ALONE, (0, 0)
     base = SimpleNamespace(device=torch.device("cpu"), images=None)
     ranks = SimpleNamespace(rank=1, size=2, sum_=lambda tensors: None)
 
