@@ -217,10 +217,13 @@ def check_prompt(request: SampleRequest, info: BaseModelInfo) -> None:
     """Requires ids in the vocabulary, and room for one more token in the context."""
     prompt = request.prompt
     check_reads_images(request.images, info)
-    if not 1 <= len(prompt) < info.max_context:
+    if not len(prompt):
+        raise BadRequest("the prompt is empty: send at least one token")
+    if len(prompt) >= info.max_context:
+        # Agents compact their conversation when they read the first words: Anthropic's, and tinker-cookbook's proxy.
         raise BadRequest(
-            f"prompt has {len(prompt)} tokens; the model takes 1 to {info.max_context - 1}, "
-            "so that one more fits into its context"
+            f"prompt is too long: {len(prompt)} tokens > {info.max_context - 1} maximum, so that one more fits into "
+            "the model's context"
         )
     outside = (prompt < 0) | (prompt >= info.vocab_size)
     if outside.any():

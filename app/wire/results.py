@@ -23,6 +23,8 @@ from app.errors import OpError
 from app.wire import tinker_pb2 as pb
 
 _RECORD = "ArrayRecord"
+_GRADIENT_NORM = "unclipped_grad_l2:mean"
+"""The name of `grad_norm` in the hosted service (tinker-cookbook issue 331), which dashboards read."""
 
 
 def encode_forward_backward(output: ForwardBackwardOutput | CriticOutput) -> bytes:
@@ -140,7 +142,7 @@ def of_output(output: Output) -> Result:
         case ForwardBackwardOutput() | CriticOutput():
             return Result(encode_forward_backward(output), PROTOBUF)
         case OptimStepOutput():
-            return of_json({"metrics": dict(output.metrics)})
+            return of_json({"metrics": {**output.metrics, _GRADIENT_NORM: output.metrics["grad_norm"]}})
         case Done():
             return of_json({})
 

@@ -97,8 +97,8 @@ class BaseTokenizer:
     def _ids(self, text: str, context: int, *, special: bool) -> np.ndarray:
         if len(text) > _CHARACTERS * context:
             raise BadRequest(
-                f"the prompt has {len(text)} characters, more than {_CHARACTERS} for each of the {context} tokens of "
-                "the model's context"
+                f"prompt is too long: {len(text)} characters, more than {_CHARACTERS} for each of the {context} tokens "
+                "of the model's context"
             )
         text.encode()  # raises UnicodeEncodeError; the tokenizer itself does not explain invalid Unicode
         # `encode` would block all other threads until it returns.

@@ -176,8 +176,9 @@ BAD: dict[str, tuple[dict[str, Any], int, list[str]]] = {
         400,
         ["record_stability_info", "stable_reinforce", "loss_fn=importance_sampling"],
     ),
-    "no prompt": (prompt([]), 400, ["0 tokens"]),
-    "no room": (prompt([1] * CONTEXT), 400, [str(CONTEXT), str(CONTEXT - 1)]),
+    "no prompt": (prompt([]), 400, ["prompt is empty"]),
+    # tinker-cookbook's proxy and Anthropic's clients know a full context by these words.
+    "no room": (prompt([1] * CONTEXT), 400, [f"prompt is too long: {CONTEXT} tokens > {CONTEXT - 1} maximum"]),
     "an image": ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, 400, ["image"]),
     "no samples": ({"num_samples": 0}, 400, ["num_samples 0"]),
     "too many samples": ({"num_samples": 5000}, 400, ["5000", "1024"]),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import tinker
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
 from app.domain.ops import Ragged
-from app.domain.results import CriticOutput, ForwardBackwardOutput
+from app.domain.results import CriticOutput, ForwardBackwardOutput, OptimStepOutput
 from app.domain.sampling import UNSCORED, Cells, SampledSequence, SampleOutput, TokenLogprobs
 from app.wire import tinker_pb2 as pb
-from app.wire.results import encode_forward_backward, encode_sample
+from app.wire.results import encode_forward_backward, encode_sample, of_output
 
 
 def test_the_documented_forward_backward_bytes_are_ours() -> None:
@@ -32,6 +33,12 @@ def test_ragged_shapes_come_back_in_order() -> None:
     got = [datum["logprobs"].to_numpy() for datum in read.loss_fn_outputs]
     assert [a.tolist() for a in got] == [a.tolist() for a in arrays]
     assert all(a.dtype == np.float32 for a in got)
+
+
+def test_the_norm_of_a_gradient_has_the_hosted_services_name_too() -> None:
+    result = of_output(OptimStepOutput({"grad_norm": 2.5, "learning_rate": 0.1}))
+    response = tinker.OptimStepResponse.model_validate_json(result.body)
+    assert response.metrics == {"grad_norm": 2.5, "learning_rate": 0.1, "unclipped_grad_l2:mean": 2.5}
 
 
 def test_a_critics_values_come_back_as_values() -> None:

@@ -111,7 +111,7 @@ def test_a_text_that_no_context_holds_is_not_tokenized(tmp_path: Path):
     assert len(tokenizer.encode("a" * 160, 10)) == 160
     for text in ("a" * 161, "\ud800" * 10**6):
         with pytest.raises(
-            BadRequest, match=f"{len(text)} characters, more than 16 for each of the 10 tokens of the model's context"
+            BadRequest, match=f"prompt is too long: {len(text)} characters, more than 16 for each of the 10 tokens"
         ):
             tokenizer.encode(text, 10)
 
