@@ -1,8 +1,8 @@
 """The `tinsmith` command. This module holds only arguments and exit codes; the code of a command is imported when it
 runs.
 
-Exit codes: 0 done or stopped, 1 a process kept failing, 2 something must be changed first (one line on stderr names
-it).
+Exit codes: 0 done or stopped; 1 a process kept failing, `doctor` found something wrong, or there is no such call or
+session; 2 something must be changed first (one line on stderr names it); 130 Ctrl-C broke the command off.
 """
 
 from __future__ import annotations

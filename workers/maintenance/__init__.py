@@ -1,1 +1,1 @@
-"""Maintenance of the whole installation, done by one leading worker."""
+"""Maintenance of the whole installation, each task done by one worker that leads it."""

@@ -1,9 +1,8 @@
 """Runs one rank group over the hosts of a DeepSpeed hostfile, and on each of these hosts its share of the ranks.
 
-The trainer's process starts a node (workers/process/multinode.py) on each host over ssh and watches the nodes. When
-one node ends, all end. When this process ends, however it ends, each node loses its pipe and ends too. DeepSpeed's
-own launcher for several nodes, pdsh, does neither, and stops a group by `pkill -f` of every DeepSpeed launch of its
-user.
+The trainer's process starts a node (workers/node.py) on each host over ssh and watches the nodes. When one node ends,
+all end. When this process ends, however it ends, each node loses its pipe and ends too. DeepSpeed's own launcher for
+several nodes, pdsh, does neither, and stops a group by `pkill -f` of every DeepSpeed launch of its user.
 
 The first line on stdin says what to run. It also carries settings and secrets, so that they are on no command line
 and in no environment another process can read. The lines after it are heartbeats. When stdin ends, or falls silent,

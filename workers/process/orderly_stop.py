@@ -1,7 +1,8 @@
 """The orderly stop of a worker: returns its running requests to the journal before its supervisor kills it.
 
-A supervisor sends SIGTERM, and SIGKILL after a grace of 10 s (`tinsmith up`, Docker) or more. A running task may end in
-this time. Otherwise its request goes back to the journal, at no attempt, and another worker runs it.
+A supervisor sends SIGTERM, and SIGKILL after a grace: 10 s under `tinsmith up` and Docker's default, 60 s in our
+compose file, 60 or 90 s in the Helm chart. A running task may end within 7 s. Otherwise its request goes back to the
+journal, at no attempt, and another worker runs it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Sampler backends behind one protocol (base.py): transformers on a CPU, vLLM on a GPU."""
+"""Sampler backends behind one protocol (base.py): transformers and vLLM, each on a CPU or a GPU."""
