@@ -23,8 +23,8 @@ from app.errors import OpError
 from app.wire import tinker_pb2 as pb
 
 _RECORD = "ArrayRecord"
-_GRADIENT_NORM = "unclipped_grad_l2:mean"
-"""The name of `grad_norm` in the hosted service (tinker-cookbook issue 331), which dashboards read."""
+_HOSTED_NAMES = {"grad_norm": "unclipped_grad_l2:mean"}
+"""Names of metrics of an optim_step in the hosted service (tinker-cookbook issue 331), which dashboards read."""
 
 
 def encode_forward_backward(output: ForwardBackwardOutput | CriticOutput) -> bytes:
@@ -142,9 +142,13 @@ def of_output(output: Output) -> Result:
         case ForwardBackwardOutput() | CriticOutput():
             return Result(encode_forward_backward(output), PROTOBUF)
         case OptimStepOutput():
-            return of_json({"metrics": {**output.metrics, _GRADIENT_NORM: output.metrics["grad_norm"]}})
+            return of_json({"metrics": _with_hosted_names(output.metrics)})
         case Done():
             return of_json({})
+
+
+def _with_hosted_names(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {**metrics, **{_HOSTED_NAMES[name]: value for name, value in metrics.items() if name in _HOSTED_NAMES}}
 
 
 def of_json(body: Mapping[str, Any]) -> Result:
