@@ -6,12 +6,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import redis
 
 from app import ids
+from app.dispatch import direct_queue
+from app.errors import Unavailable
 from app.settings import EngineSettings
+from app.stores.redis.client import is_outage
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Pending
 from workers.sample.admission import ThrottledDispatch
@@ -20,6 +24,7 @@ log = logging.getLogger(__name__)
 # Rows in one query. The script reads all rows at once while everybody else waits for the server: 10 ms for this many,
 # while 10,000 rows with all their kinds took a second.
 _SLICE = 500
+# Rows in one round. The next round reads the next ones: a base model without a trainer may have so many that are stuck.
 _MOST = 10_000
 # An Op that a live worker began is likely still running; but it may have been dropped, after an error or an outage.
 _RUNNING_FACTOR = 6
@@ -28,6 +33,9 @@ _RUNNING_FACTOR = 6
 _AWAITED_S = 3.0
 # A message that was not lost but waits in a long queue must not be duplicated every few seconds.
 _LONGEST_PATIENCE_S = 60.0
+# A last dispatch longer ago tells nothing: its request has ended, or is due in any case. Not every round reads each
+# request.
+_REMEMBERED_S = 2 * _LONGEST_PATIENCE_S * _RUNNING_FACTOR
 # A queue gets no message again while it holds this many, and two for each model or request that waits for it: perhaps
 # nobody reads it, and it must not fill the broker. A lost message is still sent again. Beside a message for each other
 # model there is always room. And a queue that is read gets shorter, as a message whose call has ended takes no time;
@@ -60,34 +68,55 @@ class Redispatcher:
     ) -> None:
         self._oplog, self._send, self._settings, self._broker = oplog, send, settings, broker
         self._last: dict[str, LastDispatch] = {}
+        self._first = 0
+        """The first row of the next round."""
         self._room: dict[str, int] = {}
         """The messages that each queue may still get in this round."""
 
     def sweep(self) -> None:
         now, taken_s = time.monotonic(), self._oplog.calls_taken_s()
-        alive, throttled_queues = set(), set()
-        waiting = list(self._waiting())
+        waiting = self._waiting()
         self._room = self._room_in_queues(waiting)
         for pending in waiting:
-            alive.add(pending.id)
-            if pending.throttled:
-                throttled_queues.add(pending.queue)
-            elif pending.kinds:
-                self._redispatch(pending, now)
-            else:
-                self._give_up_gap(pending, taken_s)
-        for queue in throttled_queues:  # the worker that should have dispatched the next one may have died
-            ThrottledDispatch(self._oplog, self._send, queue).dispatch_next()
-        self._last = {id_: last for id_, last in self._last.items() if id_ in alive}
+            with _isolated(pending.id):
+                if pending.kinds and not pending.throttled:
+                    self._redispatch(pending, now)
+                elif not pending.throttled:
+                    self._give_up_gap(pending, taken_s)
+        # The worker that should have dispatched the next one may have died.
+        for queue in {pending.queue for pending in waiting if pending.throttled}:
+            with _isolated(queue):
+                ThrottledDispatch(self._oplog, self._send, queue).dispatch_next()
+        self._last = {id_: last for id_, last in self._last.items() if now - last.at < _REMEMBERED_S}
 
-    def _waiting(self) -> Iterator[Pending]:
-        """The waiting requests, read in slices. A request that moves on between two slices may be missed until the next
-        round."""
-        for start in range(0, _MOST, _SLICE):
-            found = self._oplog.pending(_SLICE, start, depth=1)
-            yield from found
-            if len(found) < _SLICE:
-                return
+    def _waiting(self) -> list[Pending]:
+        """The waiting requests of this round, read in slices. A request that moves on between two slices may be missed
+        until the next pass. An outage ends the reading, and the next round then begins at the first row; what was read
+        before is kept."""
+        first, self._first = self._first, 0
+        count = self._oplog.count_pending()
+        first = first if first < count else 0
+        end = min(first + _MOST, count)
+        waiting: list[Pending] = []
+        try:
+            for start in range(first, end, _SLICE):
+                waiting += self._with_queues(self._oplog.pending(_SLICE, start, depth=1))
+        except redis.RedisError as error:
+            if not waiting:
+                raise
+            log.warning("only the first %d waiting calls could be read: %s", len(waiting), error)
+            return waiting
+        if end < count and not any(pending.throttled for pending in waiting):  # behind a throttled one are only others
+            self._first = end
+        return waiting
+
+    def _with_queues(self, found: Sequence[Pending]) -> Iterator[Pending]:
+        """Puts the direct queue of its owner in place of a model's queue. Another trainer would only forward a message,
+        to a queue that is not counted."""
+        nodes = self._oplog.owners([pending.id for pending in found])
+        for pending, node in zip(found, nodes, strict=True):
+            is_owned = node and pending.seq is not None
+            yield replace(pending, queue=direct_queue(pending.queue, node)) if is_owned else pending
 
     def _room_in_queues(self, waiting: Sequence[Pending]) -> dict[str, int]:
         numbers = Counter(pending.queue for pending in waiting if pending.kinds and not pending.throttled)
@@ -152,3 +181,15 @@ class Redispatcher:
             if not self._oplog.refuse(pending.id, seq, reason, "drop_gradients"):
                 return  # the first seq that has arrived
             log.warning("a missing seq was given up", extra={"model_id": pending.id, "seq": seq})
+
+
+@contextmanager
+def _isolated(id_: str) -> Iterator[None]:
+    """Logs an error with one model, request or queue, so that it keeps no other waiting. Raises an outage."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, redis.RedisError) and is_outage(error):
+            raise
+        trace = not isinstance(error, Unavailable)
+        log.warning("could not dispatch %s again: %s", id_, error, exc_info=trace, extra={"request_id": id_})

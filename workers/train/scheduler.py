@@ -296,19 +296,22 @@ class RetryBackoff:
 @dataclass
 class BacklogScan:
     """The backlog scan: finds a queue's models that no trainer owns. A scan takes 0.2 ms, or 2 ms where a thousand
-    requests wait; at most `share` of the time goes into scans."""
+    requests wait; at most `share` of the time goes into scans. Of more requests each scan reads the next thousand, as
+    the first thousand may be stuck."""
 
     oplog: RedisOpLog
     queue: str
     share: float
     _next: float = 0.0
+    _page: int = 0
 
     def heads(self) -> list[NextOp]:
         """The next Ops of models without an owner, longest without progress first; nothing soon after the last scan."""
         began = time.monotonic()
         if began < self._next:
             return []
-        found = self.oplog.unowned(self.queue)
+        found = self.oplog.unowned(self.queue, page=self._page)
+        self._page += 1
         ended = time.monotonic()
         self._next = ended + (ended - began) / self.share
         return found

@@ -329,34 +329,32 @@ class RedisOpLog(RedisFutures):
     def pending(self, limit: int = 1000, start: int = 0, depth: int = 100) -> list[Pending]:
         """Models and requests that are not terminal; the longest without progress come first, throttled ones last.
 
-        Returns `limit` of them from `start`, with at most `depth` kinds each. One call reads limit x depth entries, and
-        all other clients of the server wait meanwhile.
+        Returns `limit` of them from `start`, with at most `depth` kinds each, but none that cannot be read. One call
+        reads limit x depth entries, and all other clients of the server wait meanwhile.
         """
-        rows = self._run("pending", start, limit, depth)
-        return [
-            Pending(
-                id=id_.decode(),
-                queue=queue.decode(),
-                waited_s=float(ms) / 1000,
-                seq=int(seq) if seq else None,
-                kinds=tuple(kind.decode() for kind in kinds),
-                running=bool(running),
-                awaited=bool(awaited),
-                throttled=bool(held),
-            )
-            for id_, queue, ms, seq, running, kinds, awaited, held in rows
-        ]
+        return list(filter(None, map(Pending.read, self._run("pending", start, limit, depth))))
+
+    def count_pending(self) -> int:
+        """The number of entries that `pending` reads, with those that cannot be read."""
+        return self._redis.zcard(keys.PENDING)
+
+    def owners(self, model_ids: Sequence[str]) -> list[str]:
+        """The node that owns each model; empty without a live owner. A name that is not UTF-8 hides no other."""
+        found = self._redis.mget([keys.lease(model_id) for model_id in model_ids]) if model_ids else []
+        workers = cast("list[bytes | None]", found)
+        return [_node((worker or b"").decode(errors="replace")) for worker in workers]
 
     def heads(self, seqs: Mapping[str, int]) -> list[NextOp]:
         """The admitted Ops at these seqs, by model id. None of them begins."""
         return _heads(self._run("heads", *(part for place in seqs.items() for part in place)))
 
-    def unowned(self, queue: str, among: int = 1000) -> list[NextOp]:
+    def unowned(self, queue: str, among: int = 1000, page: int = 0) -> list[NextOp]:
         """The next Ops of this queue's models without a live owner; the longest without progress come first.
 
-        Only the first `among` pending entries are read, because all other clients of the server wait meanwhile.
+        Only one page of `among` pending entries is read, because all other clients of the server wait meanwhile. Behind
+        the last page with an entry that is not throttled comes the first again.
         """
-        return _heads(self._run("unowned", queue, among))
+        return _heads(self._run("unowned", queue, among, page))
 
     def waiting(self, model_id: str, seq: int, limit: int = 100) -> tuple[str, ...]:
         """The kinds of the waiting Ops from `seq` on, up to a gap."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Self
 
 from app.domain.results import FutureState, Result
 
+log = logging.getLogger(__name__)
 Record = Mapping[str, str]
 Write = tuple[str, str, Record]
 """(namespace, id, fields): a record that is written in the same atomic step as a commit."""
@@ -118,6 +120,25 @@ class Pending:
     kinds: tuple[str, ...]
     awaited: bool = False
     throttled: bool = False
+
+    @classmethod
+    def read(cls, row: Sequence[Any]) -> Self | None:
+        """A row of the script `pending`. Logs one that cannot be read, and returns None."""
+        try:
+            id_, queue, ms, seq, running, kinds, awaited, held = row
+            return cls(
+                id=id_.decode(),
+                queue=queue.decode(),
+                waited_s=float(ms) / 1000,
+                seq=int(seq) if seq else None,
+                kinds=tuple(kind.decode() for kind in kinds),
+                running=bool(running),
+                awaited=bool(awaited),
+                throttled=bool(held),
+            )
+        except ValueError:  # the script's error in place of the fields, or a text that is not UTF-8
+            log.error("a waiting call cannot be read: %r", row)
+            return None
 
 
 @dataclass(frozen=True, slots=True)

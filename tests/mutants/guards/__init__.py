@@ -10,8 +10,10 @@ from tests.mutants.guards import (
     hostile,
     journal,
     models,
+    outages,
     polls,
     promotions,
+    redispatch,
     retention,
     sampling,
     scale,
@@ -39,4 +41,6 @@ MUTANTS = (
     *retention.MUTANTS,
     *cost.MUTANTS,
     *gpu_turns.MUTANTS,
+    *redispatch.MUTANTS,
+    *outages.MUTANTS,
 )

@@ -14,6 +14,11 @@ _SNAPSHOTS = "tests/unit/workers/checkpoints/test_snapshot_bounds.py"
 _PAUSES = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis/test_pauses.py"
 _CANCEL = "tests/unit/app/commands/test_cancel.py"
 _STOP = "tests/processes/workers/process/test_orderly_stop.py"
+_DISPATCH = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/test_dispatch.py"
+_S3 = (
+    "--confcutdir=tests/unit/app/stores tests/unit/app/stores/objects/test_s3.py"
+    "::test_an_answer_that_is_not_the_servers_is_an_outage_and_no_stored_file"
+)
 
 MUTANTS = (
     # Time in which no client could be heard.
@@ -319,5 +324,68 @@ MUTANTS = (
         "        self._lifecycle.end_calls()",
         "        pass",
         f"{_SESSIONS}::test_the_rest_of_an_ended_models_journal_is_deleted_though_whoever_ended_it_has_died",
+    ),
+    Mutant(
+        "dispatch: a hanging broker is left alone",
+        "app/dispatch.py",
+        "if now < self._rests_until:",
+        "if False:",
+        f"{_DISPATCH}::test_only_the_first_calls_wait_for_a_broker_that_hangs",
+    ),
+    Mutant(
+        "dispatch: one call tries a hanging broker",
+        "app/dispatch.py",
+        "                self._rests_until = now + _REST_S  # the others go on without this call",
+        "                pass",
+        f"{_DISPATCH}::test_after_a_rest_one_call_tries_the_hanging_broker_and_the_others_go_on",
+    ),
+    Mutant(
+        "dispatch: the rest ends with a success",
+        "app/dispatch.py",
+        "            self._rests_until = 0.0",
+        "            pass",
+        f"{_DISPATCH}::test_dispatches_go_out_again_once_one_has_reached_the_broker",
+    ),
+    Mutant(
+        "dispatch: a broker that refuses at once does not hang",
+        "app/dispatch.py",
+        "- began > _HANGS_S:",
+        "- began > 0:",
+        f"{_DISPATCH}::test_a_broker_that_refused_a_message_at_once_gets_the_next_one",
+    ),
+    Mutant(
+        "dispatch: the wait for a connection ends",
+        "app/dispatch.py",
+        "self._free.acquire(timeout=ANSWER_S)",
+        "self._free.acquire()",
+        f"{_DISPATCH}::test_calls_that_wait_for_a_connection_give_up_while_those_that_have_one_hang",
+    ),
+    Mutant(
+        "S3: an answer that is not XML",
+        "app/stores/objects/s3.py",
+        "(HTTPError, MinioException, ElementTree.ParseError)",
+        "(HTTPError, MinioException)",
+        _S3,
+    ),
+    Mutant(
+        "S3: an upload without an id",
+        "app/stores/objects/s3.py",
+        "if not upload_id:",
+        "if upload_id is False:",
+        _S3,
+    ),
+    Mutant(
+        "S3: a part without a tag",
+        "app/stores/objects/s3.py",
+        'if "ETag" not in sent.headers:',
+        "if False:",
+        _S3,
+    ),
+    Mutant(
+        "S3: parts that were not joined",
+        "app/stores/objects/s3.py",
+        '.tag.endswith("CompleteMultipartUploadResult")',
+        '.tag.endswith("")',
+        _S3,
     ),
 )

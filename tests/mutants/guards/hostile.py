@@ -7,6 +7,7 @@ from tests.mutants.mutant import Mutant
 _LIMITS = "--confcutdir=tests/unit/app/stores tests/unit/app/wire/test_bodies.py"
 _TERMINAL = "--confcutdir=tests/unit/app/stores tests/unit/app/stack/test_terminal.py"
 _TRANSFERS = "tests/unit/workers/checkpoints/test_shm_folder.py"
+_CHUNKS = "tests/unit/app/api/test_client.py::test_every_chunk_that_the_sdk_cuts_is_within_a_low_limit"
 
 MUTANTS = (
     Mutant(
@@ -100,5 +101,27 @@ MUTANTS = (
         '(*self.root.glob(f"{_NEW}*"), *self.root.glob(f"{_GONE}*"))',
         'self.root.glob(".*")',
         f"{_TRANSFERS}::test_folders_of_others_in_it_stay",
+    ),
+    Mutant(
+        "ticks: none while a message waits",
+        "app/dispatch.py",
+        "if self._broker.llen(queue) == 0:",
+        "if True:",
+        "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/test_dispatch.py"
+        "::test_a_trainer_with_an_unread_message_gets_no_further_tick_and_one_client_asks",
+    ),
+    Mutant(
+        "limits: the SDK's chunks have few enough parts",
+        "app/api/client.py",
+        "limits.datums, parts // _DATUM_PARTS)",
+        "limits.datums)",
+        _CHUNKS,
+    ),
+    Mutant(
+        "limits: the SDK's chunks have few enough tokens",
+        "app/api/client.py",
+        ", _TOKEN_BYTES * limits.batch_tokens",
+        "",
+        _CHUNKS,
     ),
 )

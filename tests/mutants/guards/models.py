@@ -365,8 +365,7 @@ MUTANTS = (
         "workers/backends/training/passes.py",
         "            found.append(self._load)\n",
         "",
-        "tests/conformance/test_sequence_parallel.py"
-        "::test_ranks_with_datums_of_their_own_take_the_routes_of_these[2]",
+        "tests/conformance/test_sequence_parallel.py::test_ranks_with_datums_of_their_own_take_the_routes_of_these[2]",
         slow=True,
     ),
     Mutant(

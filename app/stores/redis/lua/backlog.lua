@@ -17,12 +17,10 @@ end
 -- List all models and sampling requests with unfinished calls: the longest without progress first, throttled ones last.
 -- ARGV: rows to skip at the start, most rows, most kinds.
 -- Returns rows {id, queue, ms waited, next seq or '', 1 while a worker runs it, kinds of the waiting calls from that
--- seq up to a gap, 1 while a sampling request waits for its node to begin, 1 while it is throttled or paused}
-local now = now_ms()
-local rows, depth = {}, tonumber(ARGV[3])
-local waiting = redis.call('ZRANGE', 'tinsmith:pending', ARGV[1], ARGV[1] + ARGV[2] - 1, 'WITHSCORES')
-for i = 1, #waiting, 2 do
-  local id = waiting[i]
+-- seq up to a gap, 1 while a sampling request waits for its node to begin, 1 while it is throttled or paused}; {id, the
+-- error} for one that cannot be read, which must not hide the others.
+local now, depth = now_ms(), tonumber(ARGV[3])
+local function row_of(id, scored)
   local holder = redis.call('GET', 'tinsmith:lease:' .. id)
   local applied = redis.call('HGET', 'tinsmith:models:' .. id, 'applied')
   local seq, running, kinds = '', holder, {'sample'}
@@ -38,10 +36,15 @@ for i = 1, #waiting, 2 do
       kinds[#kinds + 1] = kind
     end
   end
-  local since = waiting[i + 1] - (held and HELD_MS or 0)
-  rows[#rows + 1] = {id, redis.call('HGET', 'tinsmith:pending_queue', id) or '', now - since, tostring(seq),
-                     running and 1 or 0, kinds, node and node ~= '' and not holder and 1 or 0,
-                     held and 1 or 0}
+  local since = scored - (held and HELD_MS or 0)
+  return {id, redis.call('HGET', 'tinsmith:pending_queue', id) or '', now - since, tostring(seq), running and 1 or 0,
+          kinds, node and node ~= '' and not holder and 1 or 0, held and 1 or 0}
+end
+local rows = {}
+local waiting = redis.call('ZRANGE', 'tinsmith:pending', ARGV[1], ARGV[1] + ARGV[2] - 1, 'WITHSCORES')
+for i = 1, #waiting, 2 do
+  local read, found = pcall(row_of, waiting[i], waiting[i + 1])
+  rows[#rows + 1] = read and found or {waiting[i], type(found) == 'table' and found.err or found}
 end
 return rows
 
@@ -72,16 +75,23 @@ for i = 1, #ARGV, 2 do rows[#rows + 1] = head_of(ARGV[i], ARGV[i + 1]) or {} end
 return rows
 
 -- script: unowned flags=allow-oom
--- needs: head_of
+-- needs: head_of, held
 -- Read the next waiting Op of each model of a queue that no worker owns, the longest without progress first. ARGV:
--- queue, how many entries of `pending` to scan. Returns a row of `head_of` for each.
-local rows = {}
-local ids = redis.call('ZRANGE', 'tinsmith:pending', 0, ARGV[2] - 1)
-if #ids == 0 then return rows end
+-- queue, how many entries of `pending` make a page, the page to scan; behind the last page with an entry that is not
+-- throttled comes the first again. Returns a row of `head_of` for each.
+local function next_of(model)
+  local applied = redis.call('HGET', 'tinsmith:models:' .. model, 'applied')
+  return applied and head_of(model, applied + 1)
+end
+local rows, most = {}, tonumber(ARGV[2])
+local pages = math.ceil(redis.call('ZCOUNT', 'tinsmith:pending', '-inf', '(' .. HELD_MS) / most)
+if pages == 0 then return rows end
+local first = ARGV[3] % pages * most
+local ids = redis.call('ZRANGE', 'tinsmith:pending', first, first + most - 1)
 for i, queue in ipairs(redis.call('HMGET', 'tinsmith:pending_queue', unpack(ids))) do
   if queue == ARGV[1] and redis.call('EXISTS', 'tinsmith:lease:' .. ids[i]) == 0 then
-    local applied = redis.call('HGET', 'tinsmith:models:' .. ids[i], 'applied')
-    rows[#rows + 1] = applied and head_of(ids[i], applied + 1) or nil
+    local read, head = pcall(next_of, ids[i]) -- one that cannot be read must not hide the others
+    rows[#rows + 1] = read and head or nil
   end
 end
 return rows

@@ -23,7 +23,7 @@ _SECTIONS = {f"script {name}": section for name, section in _LIBRARY.scripts.ite
 _TEXTS = _LIBRARY.texts("local SETTINGS = {}\n")
 
 _KEYWORDS = "and break do else elseif end false for function if in local nil not or repeat return then true until while"
-_OF_REDIS = "ARGV cjson ipairs math pairs redis string table tonumber tostring unpack"
+_OF_REDIS = "ARGV cjson ipairs math pairs pcall redis string table tonumber tostring type unpack"
 _KNOWN = {*_KEYWORDS.split(), *_OF_REDIS.split()}
 _NOT_CODE = re.compile(r"--[^\n]*|'(?:\\.|[^'\\])*'")
 _TABLE_KEY = re.compile(r"(?<=[{,])(\s*)\w+ =(?!=)")

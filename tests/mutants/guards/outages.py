@@ -1,0 +1,160 @@
+"""Guards of what goes on while the object store is away or hangs, no trainer runs, or a record cannot be read."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_LEADER = "workers/maintenance/leader.py"
+_ORPHANS = "workers/maintenance/orphans.py"
+_ADAPTERS = "workers/sample/adapters.py"
+_LUA = "app/stores/redis/lua"
+_TEARDOWN = "tests/unit/workers/maintenance/test_slow_teardown.py"
+_HANGS = f"{_TEARDOWN}::test_while_the_object_store_hangs_a_round_tears_down_one_run_and_the_next_comes_much_later"
+_SPILLING = "tests/unit/workers/maintenance/test_spilling.py"
+_STUCK = f"{_SPILLING}::test_a_payload_that_cannot_be_moved_keeps_neither_others_nor_results_nor_garbage"
+_UNREADABLE = "tests/unit/workers/maintenance/test_unreadable_records.py"
+_MISSING = "tests/unit/workers/sample/test_missing_adapters.py"
+# Without the fixtures of the API's own tests, which take seconds to load.
+_PUT_OFF = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/redis/test_put_off.py"
+_FULL = f"{_PUT_OFF}::test_a_project_whose_samples_are_all_put_off_has_no_more_than_its_share_of_a_full_queue"
+_REQUEUED = f"{_PUT_OFF}::test_a_sample_is_requeued_until_it_is_begun_again_or_ends"
+_EARLIER = f"{_PUT_OFF}::test_what_a_process_of_an_earlier_version_left_on_the_list_counts_for_an_hour"
+
+MUTANTS = (
+    # Teardown of retired sessions.
+    Mutant(
+        "sessions: samples wait for no teardown",
+        _LEADER,
+        "        aborted = self._lifecycle.abort_samples()\n",
+        "        self._retire()\n        aborted = self._lifecycle.abort_samples()\n",
+        f"{_TEARDOWN}::test_the_samples_of_a_client_that_is_back_wait_for_no_teardown",
+    ),
+    Mutant(
+        "sessions: one that cannot be torn down",
+        _LEADER,
+        "if isinstance(error, redis.RedisError) and is_outage(error):",
+        "if error:",
+        f"{_TEARDOWN}::test_a_session_that_cannot_be_torn_down_keeps_no_other",
+    ),
+    Mutant(
+        "sessions: a round of teardown ends within a session",
+        "app/services/teardown.py",
+        "if time.monotonic() >= until:",
+        "if False:",
+        _HANGS,
+    ),
+    Mutant(
+        "sessions: a round of teardown ends between sessions",
+        _LEADER,
+        "if time.monotonic() >= until:",
+        "if False:",
+        _HANGS,
+    ),
+    Mutant("sessions: teardown has pauses", _LEADER, "if started < self._retiring_due:", "if False:", _HANGS),
+    # Spilling.
+    Mutant(
+        "spilling: an object that cannot be deleted",
+        _LEADER,
+        "        try:\n            self._move()\n",
+        "        self._payloads.remove_garbage()\n        try:\n            self._move()\n",
+        f"{_SPILLING}::test_an_object_that_cannot_be_deleted_keeps_nothing_from_moving",
+    ),
+    Mutant(
+        "spilling: a payload that cannot be moved goes last",
+        _LEADER,
+        "sorted(due, key=self._failed.__contains__)",
+        "due",
+        _STUCK,
+    ),
+    Mutant(
+        "spilling: a payload that cannot be moved keeps no garbage",
+        _LEADER,
+        "        finally:\n            self._payloads.remove_garbage()",
+        "        except ZeroDivisionError:\n            self._payloads.remove_garbage()",
+        _STUCK,
+    ),
+    # Records that cannot be read.
+    Mutant(
+        "accounting: a checkpoint that cannot be read",
+        _LEADER,
+        "except (TypeError, ValueError):",
+        "except ZeroDivisionError:",
+        "tests/unit/workers/maintenance/test_accounting.py"
+        "::test_a_checkpoint_that_cannot_be_read_keeps_no_other_from_counting_and_no_page_here",
+    ),
+    Mutant(
+        "orphans: a checkpoint that cannot be read",
+        _ORPHANS,
+        '                log.warning("a checkpoint cannot be read and is kept: %s", path)\n',
+        "                raise\n",
+        f"{_UNREADABLE}::test_a_checkpoint_that_cannot_be_read_stays_and_keeps_no_other",
+    ),
+    Mutant(
+        "orphans: the files of an upload that cannot be read",
+        _ORPHANS,
+        "                yield upload_id\n                continue\n",
+        "                continue\n",
+        f"{_UNREADABLE}::test_an_upload_that_cannot_be_read_stays_and_keeps_no_other",
+    ),
+    # Adapters that only a trainer can bring.
+    Mutant(
+        "adapters: missing files are seldom asked for",
+        _ADAPTERS,
+        "if now - missing.asked > _ASK_AGAIN_S:",
+        "if True:",
+        f"{_MISSING}::test_however_many_requests_want_missing_files_their_owner_is_requested_every_half_minute",
+    ),
+    Mutant(
+        "adapters: files that came are missing no more",
+        _ADAPTERS,
+        "                self._missing.pop(prefix, None)\n                return",
+        "                return",
+        f"{_MISSING}::test_files_that_came_and_are_lost_again_are_requested_at_once",
+    ),
+    Mutant(
+        "adapters: files that are gone are missing no more",
+        _ADAPTERS,
+        "                    self._missing.pop(prefix, None)\n                    raise",
+        "                    raise",
+        f"{_MISSING}::test_nothing_is_remembered_of_missing_files_once_they_are_gone",
+    ),
+    # Requeued samples.
+    Mutant(
+        "admit_sample: requeued samples count for their project",
+        f"{_LUA}/samples.lua",
+        "  unfinished = unfinished + redis.call('ZCOUNT', off_key(queue, project), off_since(), '+inf')\n",
+        "",
+        _FULL,
+    ),
+    Mutant(
+        "admit_sample: requeued samples fill no queue for others",
+        f"{_LUA}/samples.lua",
+        "  count(redis.call('ZRANGEBYSCORE', off_projects(queue), off_since(), '+inf'))\n",
+        "",
+        _FULL,
+    ),
+    Mutant(
+        "claim_sample: it is requeued no more",
+        f"{_LUA}/samples.lua",
+        "  leave_project(ARGV[1], queue)\n  count_rung",
+        "  count_rung",
+        _REQUEUED,
+    ),
+    Mutant(
+        "leave_project: it is requeued no more",
+        f"{_LUA}/dispatch.lua",
+        "    leave_off(request, queue, project)\n",
+        "",
+        _REQUEUED,
+    ),
+    Mutant(
+        "note_off: the list expires", f"{_LUA}/dispatch.lua", "  redis.call('PEXPIRE', key, OFF_MS)\n", "", _REQUEUED
+    ),
+    Mutant(
+        "off: what an earlier version left counts for an hour",
+        f"{_LUA}/dispatch.lua",
+        "return now_ms() - OFF_MS",
+        "return '-inf'",
+        _EARLIER,
+    ),
+)
