@@ -232,7 +232,7 @@ ADDED: dict[str, set[str]] = {
         *("tinsmith:models_of:", "tinsmith:model_owners"),
         *("tinsmith:sessions_of:", "tinsmith:session_owners", "tinsmith:sessions_live:"),
         *("tinsmith:samplers_used", "tinsmith:ended_samplers:", "tinsmith:earlier_api"),
-        *("tinsmith:progress:", "tinsmith:recorded:", "tinsmith:month:", "tinsmith:revoked"),
+        *("tinsmith:progress:", "tinsmith:recorded:", "tinsmith:month:", "tinsmith:revoked", "tinsmith:off"),
     },
     # Keys that ecb7b39 writes only to note that it made lists which it finds made.
     "keys gone": {"tinsmith:runs_listed"},

@@ -52,6 +52,9 @@
     rung_rows           HASH  queue -> the sum of these sequences
     held:<queue>/<project>  ZSET  throttled sampling request, not dispatched yet -> ms of its admission
     holding:<queue>     SET   the projects that have throttled requests
+    off:<queue>/<project>  ZSET  requeued sampling request that was not begun again -> ms of its last requeue; an entry
+                              counts for an hour, as a process of an earlier version adds and removes none; expires
+    off_projects:<queue>  ZSET  the projects that have requeued requests -> ms of the last requeue; counts as long
     paused:<sampler>    SET   its requests that are paused, because its session is silent
     paused_rows:<queue> HASH  project -> the sequences of its paused requests
     sampling_of         HASH  payer ("project:<id>", "key:<id>") -> the sequences of all its unfinished requests

@@ -92,9 +92,43 @@ end
 local function paused_key(sampler) return 'tinsmith:paused:' .. sampler end
 local function paused_rows(queue) return 'tinsmith:paused_rows:' .. queue end
 
+-- part: off
+-- needs: now_ms
+-- A requeued request counts for its project for so long; its next worker begins it much sooner. A process of an earlier
+-- version that begins or ends it leaves it on the list.
+local OFF_MS = 3600000
+
+-- The key of a project's requeued requests, and of the projects that have some, each with the ms of the last requeue.
+local function off_key(queue, project) return 'tinsmith:off:' .. queue .. '/' .. project end
+local function off_projects(queue) return 'tinsmith:off_projects:' .. queue end
+
+-- The earliest score that counts on these lists.
+local function off_since() return now_ms() - OFF_MS end
+
+-- Add to one of these lists, without what counts no more.
+local function note_off(key, member)
+  redis.call('ZREMRANGEBYSCORE', key, '-inf', '(' .. off_since())
+  redis.call('ZADD', key, now_ms(), member)
+  redis.call('PEXPIRE', key, OFF_MS)
+end
+
+-- Requeue a request that counts for no project.
+local function requeue(request, queue, project)
+  redis.call('HSET', 'tinsmith:op:' .. request, 'ring', 'off')
+  note_off(off_key(queue, project), request)
+  note_off(off_projects(queue), project)
+end
+
+-- Remove a request from the requeued ones.
+local function leave_off(request, queue, project)
+  local key = off_key(queue, project)
+  redis.call('ZREM', key, request)
+  if redis.call('EXISTS', key) == 0 then redis.call('ZREM', off_projects(queue), project) end
+end
+
 -- part: leave_project
--- needs: held, paused
--- Stop counting a dispatched, throttled or paused sampling request for its project. A requeued request counts for none.
+-- needs: held, off, paused
+-- Stop counting a dispatched, throttled, requeued or paused sampling request for its project.
 local function leave_project(request, queue)
   local found = redis.call('HMGET', 'tinsmith:op:' .. request, 'ring', 'rows')
   local project = redis.call('HGET', 'tinsmith:future:' .. request, 'owner')
@@ -104,6 +138,8 @@ local function leave_project(request, queue)
     redis.call('HINCRBY', 'tinsmith:rung_rows', queue, -found[2])
   elseif found[1] == 'held' then
     unhold(request, queue, project)
+  elseif found[1] == 'off' then
+    leave_off(request, queue, project)
   elseif found[1] == 'paused' then
     redis.call('SREM', paused_key(request:match('^(.*):%d+$')), request)
     local rows = paused_rows(queue)

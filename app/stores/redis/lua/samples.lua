@@ -83,7 +83,7 @@ local function abort_sample(request, keep_s, type, body)
 end
 
 -- script: admit_sample
--- needs: content, count_samples, hear, held, hold, may_ring, no_room, no_room_for_results, now_ms, paused, ring, take
+-- needs: content, count_samples, hear, held, hold, may_ring, no_room, no_room_for_results, now_ms, off, paused, ring, take
 -- Journal a sampling request, once, with the adapter version that it uses and the node that it is dispatched to.
 -- ARGV: payload, or '' with the key that will hold it (or ''), its size; request id, parent id, owner, queue, digest,
 -- tokens it may take, its sequences, most requests and most tokens that may be unfinished in its queue (or '' for no
@@ -107,17 +107,22 @@ local function adapter_of(sampler)
 end
 
 -- True if a full queue admits one more request of a project, because other projects filled it. With `most` requests as
--- the bound, the project has fewer than an equal part of them unfinished; each sequence counts as a request. With ''
--- (the queue is full of tokens, which are not counted by project), it has none unfinished.
+-- the bound, the project has fewer than an equal part of them unfinished; each sequence counts as a request, unless it is
+-- throttled or requeued. With '' (the queue is full of tokens, which are not counted by project), it has none unfinished.
 local function is_below_share(project, most)
   local unfinished, others, counted = redis.call('ZCARD', held_key(queue, project)), 0, {[project] = true}
-  for _, rows in ipairs({'tinsmith:rung:' .. queue, paused_rows(queue)}) do
-    unfinished = unfinished + (redis.call('HGET', rows, project) or 0)
-    for _, other in ipairs(redis.call('HKEYS', rows)) do
+  local function count(projects)
+    for _, other in ipairs(projects) do
       if not counted[other] then others = others + 1 end
       counted[other] = true
     end
   end
+  for _, rows in ipairs({'tinsmith:rung:' .. queue, paused_rows(queue)}) do
+    unfinished = unfinished + (redis.call('HGET', rows, project) or 0)
+    count(redis.call('HKEYS', rows))
+  end
+  unfinished = unfinished + redis.call('ZCOUNT', off_key(queue, project), off_since(), '+inf')
+  count(redis.call('ZRANGEBYSCORE', off_projects(queue), off_since(), '+inf'))
   return others > 0 and unfinished < (most == '' and 1 or most / (others + 1))
 end
 
@@ -167,7 +172,7 @@ end
 return content.answered(admit())
 
 -- script: claim_sample flags=allow-oom
--- needs: begin, brought, count_rung, home, leave, node_of, now_ms, place
+-- needs: begin, brought, count_rung, home, leave, leave_project, node_of, now_ms, place
 -- Start a sampling request. ARGV: request id, worker ("node/boot"), lease in ms, most attempts or '', most bytes of
 -- content to bring along, or '' when the content is read already.
 -- Returns {attempts, 1 if one attempt is in doubt, ms since admission, adapter or false, content}; {} when it is terminal,
@@ -187,7 +192,10 @@ if ARGV[4] ~= '' and attempts > tonumber(ARGV[4]) then
 end
 local found = redis.call('HMGET', op, 'admitted', 'adapter', 'ring')
 local node, queue = node_of(ARGV[2]), redis.call('HGET', 'tinsmith:pending_queue', ARGV[1])
-if found[3] == 'off' then count_rung(ARGV[1], queue, redis.call('HGET', 'tinsmith:future:' .. ARGV[1], 'owner')) end
+if found[3] == 'off' then
+  leave_project(ARGV[1], queue)
+  count_rung(ARGV[1], queue, redis.call('HGET', 'tinsmith:future:' .. ARGV[1], 'owner'))
+end
 local before = place(ARGV[1], queue, node)
 local key = home_of(ARGV[1], found[2])
 -- Affinity moves to this node when the request was dispatched to the node with affinity and that node did not take it.
@@ -196,7 +204,7 @@ if not home or (home == before and node ~= before) then redis.call('SET', key, n
 return {attempts, doubtful, now_ms() - found[1], found[2], content}
 
 -- script: put_off_sample flags=allow-oom
--- needs: count_sampled, leave, leave_project, place, refund
+-- needs: count_sampled, leave, leave_project, off, place, refund
 -- Requeue a sampling request that a live worker cannot run now. It costs no attempt. If that worker held its lease, any
 -- worker may take it; one that is throttled or paused stays so, and keeps its place. For a request that was cancelled
 -- while the worker ran it, its usage is counted, and the unused tokens are refunded. ARGV: request id, worker, JSON of its
@@ -221,7 +229,7 @@ if redis.call('GET', lease) == ARGV[2] then
   place(ARGV[1], queue, '')
   if ring ~= 'paused' and ring ~= 'held' then
     leave_project(ARGV[1], queue)  -- what cannot run keeps nothing from being rung for
-    redis.call('HSET', op, 'ring', 'off')
+    requeue(ARGV[1], queue, redis.call('HGET', 'tinsmith:future:' .. ARGV[1], 'owner'))
   end
   redis.call('DEL', lease)
 end
