@@ -13,8 +13,9 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any
 
 import redis
@@ -44,6 +45,11 @@ _SENT_TOGETHER = 1000
 _SEND_EVERY_S = 0.2
 _CLOSING_S = 2
 _LONGEST_REASON = 200
+# A broker that is down or full refuses a message within milliseconds. One that hangs fails it after 20 s.
+_HANGS_S = 1.0
+_REST_S = 2.0
+# Of the 32 connections to the broker. kombu has no bound of its own on the wait for a connection.
+_MOST_AT_ONCE = 24
 
 
 def task_name(kind: str) -> str:
@@ -209,26 +215,74 @@ def _described(request_id: str, kind: str, project: str) -> dict[str, str]:
 
 
 class Dispatcher:
-    """Dispatches futures that wait in the journal. `events` are those of futures that were admitted here."""
+    """Dispatches futures that wait in the journal. `events` are those of futures that were admitted here.
+
+    No method raises when the broker is away. After a dispatch that waited for a hanging broker, one call each _REST_S
+    tries it again, until one succeeds. The other calls return at once.
+    """
 
     def __init__(self, celery: Celery) -> None:
         self._celery = celery
         self.events = TaskEvents(celery)
+        self._free = threading.Semaphore(_MOST_AT_ONCE)
+        self._lock, self._rests_until = threading.Lock(), 0.0
 
     def send(self, kind: str, request_id: str, parent_id: str, queue: str) -> None:
-        """Dispatches one future. Does not raise when the broker is away: the sweeper dispatches the future again.
+        """Dispatches one future. The sweeper dispatches a future again whose message was lost.
 
         `parent_id` is the model or sampling session.
         """
-        try:
-            _publish(self._celery, request_id, task_name(kind), {"model_id": parent_id}, queue)
-        except (OperationalError, redis.RedisError, OSError) as error:
-            log.warning("could not dispatch %s: %s", request_id, error, extra={"request_id": request_id})
+        name, arguments = task_name(kind), {"model_id": parent_id}
+        self._try(lambda: _publish(self._celery, request_id, name, arguments, queue), request_id, request_id=request_id)
 
     def wake(self, holder: Holder) -> None:
-        """Makes a trainer check at once which models it may free."""
-        queue = train_queue(holder.base_model, full=holder.full)
-        TickSender(self._celery, direct_queue(queue, holder.node)).send()
+        """Makes a trainer check at once which models it may free.
+
+        Sends nothing while a message waits for this trainer: it is busy, and its watchdog's next tick does the same.
+        """
+        queue = direct_queue(train_queue(holder.base_model, full=holder.full), holder.node)
+        self._try(lambda: self._tick(queue), f"a tick to {queue}")
+
+    @cached_property
+    def _broker(self) -> redis.Redis:
+        """Made late, because the API's server forks its processes."""
+        return connect(self._celery.conf.broker_url)
+
+    def _tick(self, queue: str) -> None:
+        if self._broker.llen(queue) == 0:
+            _publish(self._celery, uuid.uuid4().hex, TICK, {}, queue)
+
+    def _try(self, dispatch: Callable[[], None], what: str, **extra: str) -> None:
+        if not self._may_try():
+            log.debug("the broker hangs: did not dispatch %s", what)
+            return
+        began = time.monotonic()
+        try:
+            with self._connection():
+                dispatch()
+            self._rests_until = 0.0
+        except (OperationalError, redis.RedisError, OSError) as error:
+            log.warning("could not dispatch %s: %s", what, error, extra=extra)
+            if (now := time.monotonic()) - began > _HANGS_S:
+                self._rests_until = now + _REST_S
+
+    @contextmanager
+    def _connection(self) -> Iterator[None]:
+        if not self._free.acquire(timeout=ANSWER_S):
+            raise OperationalError(f"{_MOST_AT_ONCE} other messages wait for the broker")
+        try:
+            yield
+        finally:
+            self._free.release()
+
+    def _may_try(self) -> bool:
+        with self._lock:
+            now = time.monotonic()
+            if now < self._rests_until:
+                return False
+            if self._rests_until:
+                self._rests_until = now + _REST_S  # the others go on without this call
+            return True
 
 
 def _publish(celery: Celery, task_id: str, name: str, arguments: dict[str, str], queue: str) -> None:

@@ -82,6 +82,112 @@ def test_a_call_waits_less_than_a_second_for_a_broker_that_is_away(monkeypatch: 
     assert sum(slept) < 1
 
 
+def test_a_trainer_with_an_unread_message_gets_no_further_tick_and_one_client_asks(
+    url: str, broker: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Otherwise a tenant could fill its queue and the broker with calls that cost nothing, such as unload_model."""
+    ticks, made = TickSender(at(url, tmp_path), QUEUE), list[str]()
+    dispatcher, holder = Dispatcher(at(url, tmp_path)), Holder("base", "a")
+    monkeypatch.setattr(dispatch, "connect", lambda url: (made.append(url), connect(url))[1])
+    for _ in range(3):
+        dispatcher.wake(holder)
+    assert ticks.waiting() == 1
+    broker.flushall()
+    dispatcher.wake(holder)
+    assert ticks.waiting() == 1
+    assert len(made) == 1
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker that does not answer for 0.2 s hangs, and a dispatcher rests for a minute after that."""
+    for name, seconds in (("ANSWER_S", 0.2), ("_HANGS_S", 0.1), ("_REST_S", 60.0)):
+        monkeypatch.setattr(dispatch, name, seconds)
+
+
+def sent(dispatcher: Dispatcher, request_id: str) -> None:
+    dispatcher.send("forward", request_id, "session:train:0", "train.base")
+
+
+def has(celery: Celery, request_id: str) -> bool:
+    with connect(celery.conf.broker_url) as broker:
+        return any(f'"{request_id}"'.encode() in message for message in broker.lrange("train.base", 0, -1))
+
+
+def send_at_once(dispatcher: Dispatcher, count: int) -> None:
+    with ThreadPoolExecutor(count) as pool:
+        list(pool.map(lambda seq: sent(dispatcher, f"n:{seq}"), range(count)))
+
+
+def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for line in caplog.messages if line.startswith("could not dispatch")]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_only_the_first_calls_wait_for_a_broker_that_hangs(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Otherwise each admission waits, for up to 20 s."""
+    with Proxy(url) as proxy:
+        proxy.stall()
+        dispatcher = Dispatcher(at(proxy.url, tmp_path))
+        for seq in range(3):
+            sent(dispatcher, f"m:{seq}")
+            dispatcher.wake(Holder("base", "a"))
+        assert len(failures(caplog)) == 1
+
+
+@pytest.mark.usefixtures("hasty")
+def test_after_a_rest_one_call_tries_the_hanging_broker_and_the_others_go_on(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    with Proxy(url) as proxy:
+        proxy.stall()
+        dispatcher = Dispatcher(at(proxy.url, tmp_path))
+        monkeypatch.setattr(dispatch, "_REST_S", 0.0)
+        sent(dispatcher, "m:0")
+        monkeypatch.setattr(dispatch, "_REST_S", 60.0)
+        send_at_once(dispatcher, 8)
+        assert len(failures(caplog)) == 2
+
+
+@pytest.mark.usefixtures("hasty")
+def test_dispatches_go_out_again_once_one_has_reached_the_broker(
+    url: str, broker: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with Proxy(url) as proxy:
+        proxy.stall()
+        celery = at(proxy.url, tmp_path)
+        dispatcher = Dispatcher(celery)
+        monkeypatch.setattr(dispatch, "_REST_S", 0.0)
+        sent(dispatcher, "m:0")
+        proxy.go_on()
+        monkeypatch.setattr(dispatch, "_REST_S", 60.0)
+        for request_id in ("m:1", "m:2"):
+            sent(dispatcher, request_id)
+            assert has(celery, request_id)
+
+
+def test_a_broker_that_refused_a_message_at_once_gets_the_next_one(url: str, broker: redis.Redis, tmp_path: Path):
+    celery = at(url, tmp_path)
+    dispatcher = Dispatcher(celery)
+    broker.config_set("maxmemory", 1)
+    sent(dispatcher, "m:0")
+    broker.config_set("maxmemory", 0)
+    sent(dispatcher, "m:1")
+    assert has(celery, "m:1")
+
+
+@pytest.mark.usefixtures("hasty")
+def test_calls_that_wait_for_a_connection_give_up_while_those_that_have_one_hang(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Otherwise they get it one after the other, and each hangs as long."""
+    monkeypatch.setattr(dispatch, "_MOST_AT_ONCE", 1)
+    with Proxy(url) as proxy:
+        proxy.stall()
+        send_at_once(Dispatcher(at(proxy.url, tmp_path)), 8)
+        assert len([line for line in failures(caplog) if "other messages wait" not in line]) == 1
+
+
 def test_a_dispatch_goes_out_although_its_connection_fell_silent(url: str, broker: redis.Redis, tmp_path: Path):
     """Otherwise it waits for the sweeper."""
     with Proxy(url) as proxy:
