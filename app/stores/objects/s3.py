@@ -24,7 +24,7 @@ import urllib3
 from minio import Minio
 from minio.commonconfig import CopySource
 from minio.deleteobjects import DeleteObject
-from minio.error import MinioException, S3Error
+from minio.error import InvalidResponseError, MinioException, S3Error
 from urllib3.connection import HTTPConnection
 from urllib3.exceptions import HTTPError
 
@@ -272,7 +272,7 @@ class S3Store:
             if error.code in _MISSING:
                 raise NotFound(f"object {key!r} does not exist") from None
             raise Unavailable(f"{self._where} answered {error.code}") from error
-        except (HTTPError, MinioException) as error:
+        except (HTTPError, MinioException, ElementTree.ParseError) as error:
             raise Unavailable(f"{self._where} does not answer ({_reason(error)})") from error
 
 
@@ -308,12 +308,16 @@ def _reason(error: Exception) -> str:
 def upload_parts(http: urllib3.PoolManager, sign: Sign, data: BinaryIO, part_bytes: int) -> int:
     """Uploads in parts. Returns 200, 412 when the key exists, or the status of the request that the server refused.
 
-    S3 requires parts of at least 5 MiB, and at most 10,000 of them. Raises urllib3's HTTPError when the server is away.
+    S3 requires parts of at least 5 MiB, and at most 10,000 of them. Raises urllib3's HTTPError when the server is away,
+    and ParseError or InvalidResponseError when a proxy answers 200 in its place.
     """
     started = http.request("POST", sign("POST", {"uploads": ""}))
     if started.status != 200:
         return started.status
-    query = {"uploadId": ElementTree.fromstring(started.data).findtext("{*}UploadId") or ""}
+    upload_id = ElementTree.fromstring(started.data).findtext("{*}UploadId")
+    if not upload_id:
+        raise _no_answer_of_s3(started)
+    query = {"uploadId": upload_id}
     status = 0
     try:
         status = _send(http, sign, query, data, part_bytes)
@@ -329,11 +333,18 @@ def _send(http: urllib3.PoolManager, sign: Sign, query: Mapping[str, str], data:
         sent = http.request("PUT", sign("PUT", {**query, "partNumber": str(number)}), body=part)
         if sent.status != 200:
             return sent.status
+        if "ETag" not in sent.headers:
+            raise _no_answer_of_s3(sent)
         etags.append(sent.headers["ETag"])
     done = http.request("POST", sign("POST", query), body=_completion(etags), headers={"If-None-Match": "*"})
     # Joining the parts takes long; a server may send status 200 first and put the error into the body.
-    failed_late = done.status == 200 and ElementTree.fromstring(done.data).tag.endswith("Error")
-    return 500 if failed_late else done.status
+    if done.status == 200 and not ElementTree.fromstring(done.data).tag.endswith("CompleteMultipartUploadResult"):
+        raise _no_answer_of_s3(done)
+    return done.status
+
+
+def _no_answer_of_s3(answer: urllib3.BaseHTTPResponse) -> InvalidResponseError:
+    return InvalidResponseError(answer.status, answer.headers.get("Content-Type"), None)
 
 
 def _parts(data: BinaryIO, part_bytes: int) -> Iterator[bytes]:
