@@ -22,6 +22,11 @@ client_blueprint = make("client", "Start")
 
 # The SDK's own chunks of a batch. Smaller ones are for a server with lower limits.
 _CHUNK_DATUMS, _CHUNK_BYTES = 1024, 5_000_000
+# A batch has at most a part for each four values. Its parts are its own fields, and for each datum the datum itself, a
+# chunk, and up to eight inputs and spans.
+_VALUES_EACH_PART, _OWN_PARTS, _DATUM_PARTS = 4, 16, 10
+# The SDK counts this for a token of text. For one of an image it counts the token's inputs, which are more.
+_TOKEN_BYTES = 4
 
 operations_blueprint = make("operations", "Operations", prefix="/")
 
@@ -53,6 +58,8 @@ class ClientConfig(SdkSchema):
 def client_config() -> dict[str, Any]:
     """Return the SDK features that this server supports."""
     settings = services().settings
+    limits = settings.limits
+    parts = limits.json_values // _VALUES_EACH_PART - _OWN_PARTS
     return {
         "pjwt_auth_enabled": settings.api.pjwt_auth_enabled,
         "parallel_fwdbwd_chunks": True,
@@ -64,9 +71,11 @@ def client_config() -> dict[str, Any]:
         "custom_loss_server_side": True,
         "sample_join_sampling_session": True,
         "sample_max_concurrent_requests": services().quotas.most_samples(current_caller(), settings.concurrent_samples),
-        "fwdbwd_max_chunk_len": min(_CHUNK_DATUMS, settings.limits.datums),
+        "fwdbwd_max_chunk_len": min(_CHUNK_DATUMS, limits.datums, parts // _DATUM_PARTS),
         # The SDK's count is an estimate of the body, so it may take half of what a body may have.
-        "fwdbwd_max_chunk_bytes_count": min(_CHUNK_BYTES, settings.api.max_body_bytes // 2),
+        "fwdbwd_max_chunk_bytes_count": min(
+            _CHUNK_BYTES, settings.api.max_body_bytes // 2, _TOKEN_BYTES * limits.batch_tokens
+        ),
         # The SDK's default, pyqwest, can lose the cancellation of the SDK's heartbeat (Python 3.11). Then `close` waits
         # for that task for ever: 70 of 300 closes at a heartbeat every 0.05 s, none of 1,000 with httpx.
         "use_pyqwest_transport": False,

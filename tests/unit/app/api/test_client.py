@@ -1,20 +1,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from tinker import types
+from tinker.lib.public_interfaces.training_client import TrainingClient
+from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types.client_config_response import ClientConfigResponse
 from tinker.types.client_dynamic_config_response import ClientDynamicConfigResponse
+from tinker.types.datum import _KEY_TO_TYPE
 from tinker.types.get_server_capabilities_response import GetServerCapabilitiesResponse
 
 from app import create_app
+from app.domain.ops import Batch, Ragged
 from app.domain.progress import Recorded
 from app.domain.records import Refusal, Session, Worker
 from app.settings import BaseModelSettings, SamplerSettings, Settings
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.records import dump, load
+from app.wire.bodies import check_batch, check_datums, check_parts
 from tests.unit.app.api.test_limits import HOURS, Limit, limit
 from tests.unit.app.conftest import API, BASE, CONTEXT, KEY, OTHER_KEY, Api
 from tests.unit.app.tenant import Tenant
@@ -43,20 +51,43 @@ def test_batch_polls_can_be_switched_on_and_a_client_never_has_more_under_way_th
     assert (answer["sample_use_retrieve_futures"], answer["sample_max_concurrent_requests"]) == (True, 7)
 
 
+def _config(settings: Settings, body_bytes: int = 2**26, **limits: int) -> ClientConfigResponse:
+    """The client config of a server with these limits."""
+    update = {
+        "limits": settings.limits.model_copy(update=limits),
+        "api": settings.api.model_copy(update={"max_body_bytes": body_bytes}),
+    }
+    client = create_app(settings.model_copy(update=update)).test_client()
+    return ClientConfigResponse(**client.post(f"{API}/client/config", json={}, headers={"X-API-Key": KEY}).json)
+
+
 def test_the_sdk_cuts_batches_to_what_one_call_may_have(settings: Settings) -> None:
-    """Otherwise a server with fewer datums or bytes a call refuses the chunks that the SDK chooses by itself."""
+    """Otherwise a server with lower limits refuses the chunks that the SDK chooses by itself."""
     own = ClientConfigResponse()
-    limits, found = settings.limits, []
-    for datums, body_bytes in ((limits.datums, 2**26), (3, 2**20)):
-        update = {
-            "limits": limits.model_copy(update={"datums": datums}),
-            "api": settings.api.model_copy(update={"max_body_bytes": body_bytes}),
-        }
-        one = settings.model_copy(update=update)
-        answer = create_app(one).test_client().post(f"{API}/client/config", json={}, headers={"X-API-Key": KEY}).json
-        config = ClientConfigResponse(**answer)
-        found.append((config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count))
-    assert found == [(own.fwdbwd_max_chunk_len, own.fwdbwd_max_chunk_bytes_count), (3, 2**19)]
+    limits: tuple[dict[str, int], ...] = ({}, {"datums": 3, "body_bytes": 2**20}, {"batch_tokens": 1000})
+    found = [_config(settings, **limit) for limit in limits]
+    assert [(config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count) for config in found] == [
+        (own.fwdbwd_max_chunk_len, own.fwdbwd_max_chunk_bytes_count),
+        (3, 2**19),
+        (own.fwdbwd_max_chunk_len, 4000),
+    ]
+
+
+@pytest.mark.parametrize(("limit", "most"), [("json_values", 1000), ("batch_tokens", 300), ("datums", 7)])
+def test_every_chunk_that_the_sdk_cuts_is_within_a_low_limit(settings: Settings, limit: str, most: int) -> None:
+    """Each datum has all inputs that the SDK knows, and the loss has a config."""
+    limits = settings.limits.model_copy(update={limit: most})
+    training: Any = SimpleNamespace(holder=SimpleNamespace(_client_config=_config(settings, **{limit: most})))
+    inputs = {name: np.ones(10, kind) for name, kind in _KEY_TO_TYPE.items()}
+    datum = types.Datum(model_input=types.ModelInput.from_ints([1] * 10), loss_fn_inputs=inputs)
+    chunks = [chunk.data for chunk in TrainingClient._chunked_requests_generator(training, [datum] * 100)]
+    assert len(chunks) > 1
+    for seq, data in enumerate(chunks, 1):
+        content = types.ForwardBackwardInput(data=data, loss_fn="ppo", loss_fn_config={str(i): 0.5 for i in range(6)})
+        request = types.ForwardBackwardRequest(model_id="m", seq_id=seq, forward_backward_input=content)
+        check_parts(forward_backward_request_to_proto(request).SerializeToString(), limits)
+        check_datums(len(data), limits)
+        check_batch(Batch(Ragged.of([np.zeros(10)] * len(data), np.int32), {}), limits)
 
 
 @pytest.mark.parametrize("batch_polls", [False, True])
