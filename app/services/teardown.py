@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
@@ -49,12 +51,15 @@ class Teardown:
             self._clear(model_id, holder, self._lifecycle.adapters(model_id))
             self._lifecycle.abort_samples()
 
-    def retire(self, session_id: str) -> None:
+    def retire(self, session_id: str, until: float = math.inf) -> None:
         """Tears down the rest of a session that ended long ago, or of a large one a part: call it again until the
-        session is gone. The parts not yet deleted stay if the session becomes active again."""
+        session is gone. It begins no other run at `until`, of time.monotonic(). The parts not yet deleted stay if the
+        session becomes active again."""
         models = list(islice(self._not_ended(session_id), _RETIRED_AT_ONCE))
         samplers = self._samplers(session_id)
         for model_id in models:
+            if time.monotonic() >= until:
+                return
             holder = self._lifecycle.end_model(model_id, retired=True)
             if holder is not None:
                 self._clear(model_id, holder, _saved_by(model_id, samplers))

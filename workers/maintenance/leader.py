@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, Protocol
 
 import redis
@@ -21,6 +21,7 @@ from app.domain.results import HOUR_S
 from app.errors import Unavailable
 from app.services.teardown import Teardown
 from app.stores.pages import PageFiles, StorageUse
+from app.stores.redis.client import is_outage
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import PAUSE_S, RedisLifecycle
 from app.stores.redis.pages import RedisPages
@@ -35,6 +36,11 @@ _BATCH = 64
 
 # One script corrects this many sessions in 1 ms; 10,000 take two minutes.
 _CORRECTED_AT_ONCE = 200
+
+# Teardown of retired sessions takes a twentieth of the time at most: one run takes three minutes while an object store
+# hangs, and the samples of a client that is back wait meanwhile.
+_RETIRING_S = 5.0
+_RETIRING_PAUSES = 20
 
 # A checkpoint that comes or goes counts within this time; ten thousand are read in a third of a second.
 _MEASURED_S = 300.0
@@ -105,11 +111,12 @@ class SessionExpiry:
         self._oplog, self._lifecycle, self._records, self._teardown = oplog, lifecycle, records, teardown
         self._session_s = session_s
         self._corrected: dict[Literal["sessions", "models"], str] = {"sessions": "", "models": ""}
+        self._retiring_due = 0.0
 
     def sweep(self) -> None:
         taken_s = self._oplog.calls_taken_s()
-        if taken_s >= self._session_s:
-            self._end_silent()
+        if taken_s >= self._session_s and (expired := self._lifecycle.expire()):
+            log.info("%d sessions expired", len(expired))
         self._lifecycle.end_calls()  # whoever ended a model may have died
         for namespace, after in self._corrected.items():
             self._corrected[namespace] = self._records.correct_some(namespace, after, _CORRECTED_AT_ONCE)
@@ -120,13 +127,35 @@ class SessionExpiry:
             telemetry.op_revoked(request_id)
         if aborted or resumed or paused:
             log.info("samples: %d cancelled with their sessions, %d paused, %d resumed", aborted, paused, resumed)
+        if taken_s >= self._session_s:
+            self._retire()
 
-    def _end_silent(self) -> None:
-        expired = self._lifecycle.expire()
-        if expired:
-            log.info("%d sessions expired", len(expired))
-        for session_id in self._lifecycle.retired():
-            self._teardown.retire(session_id)
+    def _retire(self) -> None:
+        """Tears down retired sessions for some seconds, if it is due: the only step that needs the object store, so it
+        is the last. A session that cannot be torn down keeps no other."""
+        started = time.monotonic()
+        if started < self._retiring_due:
+            return
+        until = started + _RETIRING_S
+        try:
+            for session_id in self._lifecycle.retired():
+                if time.monotonic() >= until:
+                    return
+                self._retire_one(session_id, until)
+        finally:
+            self._retiring_due = time.monotonic() + _RETIRING_PAUSES * (time.monotonic() - started)
+
+    def _retire_one(self, session_id: str, until: float) -> None:
+        try:
+            self._teardown.retire(session_id, until)
+        except Exception as error:
+            if isinstance(error, redis.RedisError) and is_outage(error):
+                raise  # no other session can be torn down either
+            log.exception("a retired session cannot be torn down now: %s", session_id)
+
+
+Move = tuple[Callable[[str], bool], str]
+"""How a payload or a result moves, and its request id."""
 
 
 class PayloadSpilling:
@@ -134,15 +163,30 @@ class PayloadSpilling:
 
     def __init__(self, payloads: RedisPayloads) -> None:
         self._payloads, self._cursor = payloads, 0
+        self._failed: set[Move] = set()
 
     def sweep(self) -> None:
         """Runs one round. Raises Unavailable."""
         self._cursor = self._payloads.forget_results(self._cursor, _BATCH)
-        self._payloads.remove_garbage()
-        payloads = sum(self._payloads.spill(request_id) for request_id in self._payloads.due(_BATCH))
-        results = sum(self._payloads.spill_result(request_id) for request_id in self._payloads.due_results(_BATCH))
-        if payloads or results:
-            log.info("moved %d payloads and %d results to the object store", payloads, results)
+        try:
+            self._move()
+        finally:
+            self._payloads.remove_garbage()  # last: an object that cannot be deleted keeps nothing from moving
+
+    def _move(self) -> None:
+        """Moves what is due, until a move fails. Those that failed before come last: one that cannot be moved keeps no
+        other."""
+        due: list[Move] = [(self._payloads.spill, request_id) for request_id in self._payloads.due(_BATCH)]
+        due += [(self._payloads.spill_result, request_id) for request_id in self._payloads.due_results(_BATCH)]
+        self._failed.intersection_update(due)
+        moved = 0
+        for move in sorted(due, key=self._failed.__contains__):
+            self._failed.add(move)
+            spill, request_id = move
+            moved += spill(request_id)
+            self._failed.remove(move)
+        if moved:
+            log.info("moved %d payloads and results to the object store", moved)
 
 
 class Accounting:
@@ -174,12 +218,15 @@ class Accounting:
         self._due, self._hour = time.monotonic() + _MEASURED_S, hour
 
     def _sizes(self, now: float) -> Counter[tuple[str, str]]:
-        """Bytes by project and base model."""
+        """Bytes by project and base model. A checkpoint that cannot be read counts nothing."""
         sizes: Counter[tuple[str, str]] = Counter()
-        for _, fields in self._records.list(Checkpoint.namespace):
-            checkpoint = load(Checkpoint, fields)
-            if not checkpoint.is_expired(now):
-                sizes[checkpoint.owner, checkpoint.base_model] += checkpoint.size_bytes
+        for path, fields in self._records.list(Checkpoint.namespace):
+            try:
+                checkpoint = load(Checkpoint, fields)
+                if not checkpoint.is_expired(now):
+                    sizes[checkpoint.owner, checkpoint.base_model] += checkpoint.size_bytes
+            except (TypeError, ValueError):
+                log.warning("a checkpoint cannot be read, and its storage is not counted: %s", path)
         return sizes
 
 

@@ -90,11 +90,17 @@ class Orphans:
             self._next = time.monotonic() + self._period_s
 
     def _remove_expired(self) -> None:
-        """Deletes the records of expired checkpoints; their files then become orphans."""
+        """Deletes the records of expired checkpoints; their files then become orphans. A checkpoint that cannot be read
+        stays."""
         now = self._records.now()
         for path, fields in self._records.list(Checkpoint.namespace):
-            if load(Checkpoint, fields).is_expired(now):
-                self._records.delete_same(Checkpoint.namespace, path, fields)
+            try:
+                expired = load(Checkpoint, fields).is_expired(now)
+            except (TypeError, ValueError):
+                log.warning("a checkpoint cannot be read and is kept: %s", path)
+            else:
+                if expired:
+                    self._records.delete_same(Checkpoint.namespace, path, fields)
 
     def _remove_uploads(self) -> None:
         """Deletes expired uploads, and the uploaded files that no upload needs. The files are listed first: the upload
@@ -106,8 +112,14 @@ class Orphans:
     def _waiting_uploads(self) -> Iterator[str]:
         now = self._records.now()
         for upload_id, fields in self._records.list(Upload.namespace):
-            upload = load(Upload, fields)
-            if upload.is_expired(now):
+            try:
+                upload = load(Upload, fields)
+                expired = upload.is_expired(now)
+            except (TypeError, ValueError):
+                log.warning("an upload cannot be read and is kept: %s", upload_id)
+                yield upload_id
+                continue
+            if expired:
                 self._records.delete(Upload.namespace, upload_id)
             elif not upload.finished:
                 yield upload_id

@@ -12,11 +12,13 @@ Files come from the shared-memory transfer, else from the object store.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from app.domain.records import ShmTransfer
@@ -33,6 +35,9 @@ log = logging.getLogger(__name__)
 # An upload that continues behind a commit has ended by then. A longer upload needs more than a short wait.
 _PATIENCE_S = 3.0
 _POLL_S = 0.05
+# Thousands of requests may wait for the same files, and perhaps no trainer reads its queue. The record of the demand
+# for a trainer lasts longer.
+_ASK_AGAIN_S = 30.0
 
 
 class Adapters:
@@ -169,6 +174,14 @@ class AdapterScheduler:
                 admitted.set()
 
 
+@dataclass(slots=True)
+class Missing:
+    """Files that were missing, since when, and when their owner was last requested (time.monotonic())."""
+
+    since: float
+    asked: float = -math.inf
+
+
 class AdapterFiles:
     """Adapter files on this machine, by object-store prefix. Files in use stay; of the others, the last used stay, up
     to `most_bytes`.
@@ -177,7 +190,7 @@ class AdapterFiles:
     weights of a model, whose copy would take seconds. Otherwise they are copied, and leave room there for others.
 
     `request_owner(prefix)` is called when some trainer has to own the adapter's model, to upload the adapter or rebuild
-    it.
+    it: every `_ASK_AGAIN_S` seconds at most, as long as requests for the adapter come.
     """
 
     def __init__(
@@ -201,7 +214,7 @@ class AdapterFiles:
         self._readings: dict[str, tuple[Path, ExitStack]] = {}
         """The folders in shared memory that are in use, each with what keeps it there."""
         self._fetching: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        self._missed: dict[str, float] = {}
+        self._missing: dict[str, Missing] = {}
 
     @contextmanager
     def use(self, prefix: str) -> Iterator[Path]:
@@ -250,9 +263,10 @@ class AdapterFiles:
                 folder = self._shared(prefix) or self._copied(prefix)
             except NotFound:
                 if not on_record:
+                    self._missing.pop(prefix, None)
                     raise ServerOpError("the adapter's files are gone; save the weights again") from None
             else:
-                self._missed.pop(prefix, None)
+                self._missing.pop(prefix, None)
                 return folder
             on_record = self._index.get(ShmTransfer.namespace, prefix) is not None
             if on_record:
@@ -273,9 +287,12 @@ class AdapterFiles:
         return transfer.fetch(self._store, prefix, self._cache_dir, self._transfers.take)
 
     def _wait_for(self, prefix: str) -> None:
-        since = self._missed.setdefault(prefix, time.monotonic())
-        if time.monotonic() - since > _PATIENCE_S:
-            self._request_owner(prefix)
+        now = time.monotonic()
+        missing = self._missing.setdefault(prefix, Missing(now))
+        if now - missing.since > _PATIENCE_S:
+            if now - missing.asked > _ASK_AGAIN_S:
+                self._request_owner(prefix)
+                missing.asked = now
             raise Unavailable(f"{prefix} is not in the object store yet")
         time.sleep(_POLL_S)
 

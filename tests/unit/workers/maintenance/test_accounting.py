@@ -187,6 +187,18 @@ def test_checkpoints_count_byte_by_byte_and_second_by_second(installation, monke
     assert (int(first["storage  base"]), int(second["storage  base"])) == (1000 * 3500, 1000 * 400)
 
 
+def test_a_checkpoint_that_cannot_be_read_keeps_no_other_from_counting_and_no_page_here(installation, monkeypatch):
+    written(installation)
+    now = installation.records.now() // 3600 * 3600 + 700.0  # all in one hour
+    monkeypatch.setattr(installation.records, "now", lambda: now)
+    installation.pages.measure(None, now - 100, [])
+    installation.records.put(Checkpoint.namespace, "a", {**dump(SAVED), "expires_at": '"x"'})
+    installation.records.put(Checkpoint.namespace, "b", dump(SAVED))
+    installation.task().sweep()
+    assert used(installation.client)["storage  base"] == 1000 * 100
+    assert len(installation.files.find("audit", "me", range(int(now // 3600)))) == 1
+
+
 def test_a_clock_that_was_set_back_counts_no_time_twice(installation, monkeypatch):
     hour = installation.records.now() // 3600 * 3600
     installation.records.put(Checkpoint.namespace, "one", dump(SAVED))

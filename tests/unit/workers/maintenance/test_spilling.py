@@ -1,6 +1,10 @@
+"""Payloads and results move to the object store, and one that cannot be moved holds up no other."""
+
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import redis
@@ -9,6 +13,8 @@ from app.domain.records import Model
 from app.domain.results import Result
 from app.errors import Unavailable
 from app.settings import EngineSettings
+from app.stores.objects.folder import FolderStore
+from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import dump
@@ -73,3 +79,57 @@ def test_with_the_store_away_only_what_is_over_the_budget_waits_until_it_is_back
     spilling.sweep()
     admit(oplog, 4, 90 * KB)
     assert len(store.list("payloads")) == 2
+
+
+class Stubborn(FolderStore):
+    """Refuses to write or delete some objects, by a part of their names."""
+
+    refused: ClassVar[list[str]] = []
+
+    def put_new(self, key: str, source: Path | bytes) -> bool:
+        self._check([key])
+        return super().put_new(key, source)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        listed = list(keys)
+        self._check(listed)
+        super().delete(listed)
+
+    def _check(self, keys: Iterable[str]) -> None:
+        if any(part in key for key in keys for part in self.refused):
+            raise Unavailable("the folder belongs to another user")
+
+
+@pytest.fixture
+def stubborn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubborn:
+    monkeypatch.setattr(Stubborn, "refused", [])
+    return Stubborn(tmp_path, "secret", "http://x")
+
+
+def test_an_object_that_cannot_be_deleted_keeps_nothing_from_moving(oplog, client, stubborn):
+    admit(oplog, 0, 200 * KB)
+    client.sadd(keys.SPILL_GARBAGE, "payloads/stuck/a")
+    stubborn.refused.append("stuck")
+    with pytest.raises(Unavailable):
+        PayloadSpilling(RedisPayloads(client, SETTINGS, stubborn)).sweep()
+    assert len(stubborn.list("payloads")) == 1
+
+
+def test_a_payload_that_cannot_be_moved_keeps_neither_others_nor_results_nor_garbage(oplog, client, stubborn):
+    lease = oplog.acquire(MODEL, "a/1")
+    admit(oplog, 0, 1)
+    oplog.commit(lease, 0, Result(b"x" * SETTINGS.result_spill_bytes))
+    for seq in (1, 2, 3):
+        admit(oplog, seq, 101 * KB)
+    stubborn.put_new("payloads/old/a", b"x")
+    client.sadd(keys.SPILL_GARBAGE, "payloads/old/a")
+    stubborn.refused.append(f"payloads/{MODEL}:1/")
+    spilling = PayloadSpilling(RedisPayloads(client, SETTINGS, stubborn))
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            spilling.sweep()
+    moved = [key.rpartition("/")[0] for key in stubborn.list("")]
+    assert moved == [f"payloads/{MODEL}:2", f"payloads/{MODEL}:3", f"results/{MODEL}:0"]
+    stubborn.refused.clear()
+    spilling.sweep()
+    assert len(stubborn.list("payloads")) == 3

@@ -138,7 +138,7 @@ OPENAI_BAD: dict[str, tuple[Any, str]] = {
     "too many pixels": (part(pictures.stated(2**13, 2**13)), "pixels"),
     "too wide": (part(WIDE), "image 2 has 201 x 1 pixels; the model takes no image with a side over 200 times"),
     "a placeholder in a text": (text(PAD), "the messages hold 1 images, but the prompt has 2 placeholders"),
-    "a long image beyond the context": ([part(pictures.encoded(pictures.picture(64, 64)))] * 8, f"1 to {CONTEXT - 1}"),
+    "a long image beyond the context": ([part(pictures.encoded(pictures.picture(64, 64)))] * 8, f"> {CONTEXT - 1} max"),
 }
 
 
