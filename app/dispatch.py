@@ -217,7 +217,7 @@ def _described(request_id: str, kind: str, project: str) -> dict[str, str]:
 class Dispatcher:
     """Dispatches futures that wait in the journal. `events` are those of futures that were admitted here.
 
-    No method raises when the broker is away. After a dispatch that waited for a hanging broker, one call each _REST_S
+    No method raises when the broker is away. Once a dispatch has failed on a hanging broker, one call each _REST_S
     tries it again, until one succeeds. The other calls return at once.
     """
 
@@ -225,7 +225,7 @@ class Dispatcher:
         self._celery = celery
         self.events = TaskEvents(celery)
         self._free = threading.Semaphore(_MOST_AT_ONCE)
-        self._lock, self._rests_until = threading.Lock(), 0.0
+        self._lock, self._rests_until, self._reached = threading.Lock(), 0.0, 0.0
 
     def send(self, kind: str, request_id: str, parent_id: str, queue: str) -> None:
         """Dispatches one future. The sweeper dispatches a future again whose message was lost.
@@ -260,10 +260,11 @@ class Dispatcher:
         try:
             with self._connection():
                 dispatch()
-            self._rests_until = 0.0
+            self._rests_until, self._reached = 0.0, time.monotonic()
         except (OperationalError, redis.RedisError, OSError) as error:
             log.warning("could not dispatch %s: %s", what, error, extra=extra)
-            if (now := time.monotonic()) - began > _HANGS_S:
+            now = time.monotonic()
+            if now - began > _HANGS_S and self._reached < began:  # else the broker is back meanwhile
                 self._rests_until = now + _REST_S
 
     @contextmanager

@@ -53,12 +53,12 @@ class Teardown:
 
     def retire(self, session_id: str, until: float = math.inf) -> None:
         """Tears down the rest of a session that ended long ago, or of a large one a part: call it again until the
-        session is gone. It begins no other run at `until`, of time.monotonic(). The parts not yet deleted stay if the
+        session is gone. It begins no second run at `until`, of time.monotonic(). The parts not yet deleted stay if the
         session becomes active again."""
         models = list(islice(self._not_ended(session_id), _RETIRED_AT_ONCE))
         samplers = self._samplers(session_id)
-        for model_id in models:
-            if time.monotonic() >= until:
+        for place, model_id in enumerate(models):
+            if place and time.monotonic() >= until:
                 return
             holder = self._lifecycle.end_model(model_id, retired=True)
             if holder is not None:

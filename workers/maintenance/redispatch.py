@@ -70,6 +70,8 @@ class Redispatcher:
         self._last: dict[str, LastDispatch] = {}
         self._first = 0
         """The first row of the next round."""
+        self._numbers = Counter[str]()
+        """The models and requests that wait for each queue, as far as the rounds since the first row have read them."""
         self._room: dict[str, int] = {}
         """The messages that each queue may still get in this round."""
 
@@ -83,8 +85,8 @@ class Redispatcher:
                     self._redispatch(pending, now)
                 elif not pending.throttled:
                     self._give_up_gap(pending, taken_s)
-        # The worker that should have dispatched the next one may have died.
-        for queue in {pending.queue for pending in waiting if pending.throttled}:
+        # The worker that should have dispatched the next throttled one may have died. A round reads few of these.
+        for queue in self._oplog.sample_queues():
             with _isolated(queue):
                 ThrottledDispatch(self._oplog, self._send, queue).dispatch_next()
         self._last = {id_: last for id_, last in self._last.items() if now - last.at < _REMEMBERED_S}
@@ -96,6 +98,8 @@ class Redispatcher:
         first, self._first = self._first, 0
         count = self._oplog.count_pending()
         first = first if first < count else 0
+        if not first:
+            self._numbers.clear()
         end = min(first + _MOST, count)
         waiting: list[Pending] = []
         try:
@@ -106,7 +110,7 @@ class Redispatcher:
                 raise
             log.warning("only the first %d waiting calls could be read: %s", len(waiting), error)
             return waiting
-        if end < count and not any(pending.throttled for pending in waiting):  # behind a throttled one are only others
+        if end < count and not any(pending.throttled for pending in waiting):  # behind a throttled one are only such
             self._first = end
         return waiting
 
@@ -119,11 +123,11 @@ class Redispatcher:
             yield replace(pending, queue=direct_queue(pending.queue, node)) if is_owned else pending
 
     def _room_in_queues(self, waiting: Sequence[Pending]) -> dict[str, int]:
-        numbers = Counter(pending.queue for pending in waiting if pending.kinds and not pending.throttled)
-        lengths = self._lengths(list(numbers))
+        self._numbers.update(pending.queue for pending in waiting if pending.kinds and not pending.throttled)
+        lengths = self._lengths(list(self._numbers))
         return {
             queue: max(_LONGEST_QUEUE, _MESSAGES_EACH * number) - length
-            for (queue, number), length in zip(numbers.items(), lengths, strict=True)
+            for (queue, number), length in zip(self._numbers.items(), lengths, strict=True)
         }
 
     def _lengths(self, queues: Sequence[str]) -> Sequence[int]:

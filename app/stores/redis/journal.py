@@ -338,6 +338,10 @@ class RedisOpLog(RedisFutures):
         """The number of entries that `pending` reads, with those that cannot be read."""
         return self._redis.zcard(keys.PENDING)
 
+    def sample_queues(self) -> list[str]:
+        """The queues to which sampling requests were ever dispatched."""
+        return [queue.decode() for queue in cast("list[bytes]", self._redis.hkeys(keys.RUNG_ROWS))]
+
     def owners(self, model_ids: Sequence[str]) -> list[str]:
         """The node that owns each model; empty without a live owner. A name that is not UTF-8 hides no other."""
         found = self._redis.mget([keys.lease(model_id) for model_id in model_ids]) if model_ids else []

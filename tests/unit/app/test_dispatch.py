@@ -100,8 +100,8 @@ def test_a_trainer_with_an_unread_message_gets_no_further_tick_and_one_client_as
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broker that does not answer for 0.2 s hangs, and a dispatcher rests for a minute after that."""
-    for name, seconds in (("ANSWER_S", 0.2), ("_HANGS_S", 0.1), ("_REST_S", 60.0)):
+    """A broker that does not answer for a second hangs, and a dispatcher rests for a minute after that."""
+    for name, seconds in (("ANSWER_S", 1.0), ("_HANGS_S", 0.5), ("_REST_S", 60.0)):
         monkeypatch.setattr(dispatch, name, seconds)
 
 
@@ -164,6 +164,33 @@ def test_dispatches_go_out_again_once_one_has_reached_the_broker(
         for request_id in ("m:1", "m:2"):
             sent(dispatcher, request_id)
             assert has(celery, request_id)
+
+
+def test_a_dispatch_that_began_before_the_broker_was_back_stops_no_later_one(
+    url: str, broker: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(dispatch, "_HANGS_S", 0.0)
+    monkeypatch.setattr(dispatch, "_REST_S", 60.0)
+    celery, publish = at(url, tmp_path), dispatch._publish
+    dispatcher = Dispatcher(celery)
+    hangs, back = threading.Event(), threading.Event()
+
+    def cut_off(*args: Any) -> None:
+        if args[1] == "m:0":
+            hangs.set()
+            back.wait(60)
+            raise redis.TimeoutError
+        publish(*args)
+
+    monkeypatch.setattr(dispatch, "_publish", cut_off)
+    first = threading.Thread(target=sent, args=(dispatcher, "m:0"))
+    first.start()
+    assert hangs.wait(60)
+    sent(dispatcher, "m:1")
+    back.set()
+    first.join()
+    sent(dispatcher, "m:2")
+    assert has(celery, "m:1") and has(celery, "m:2")
 
 
 def test_a_broker_that_refused_a_message_at_once_gets_the_next_one(url: str, broker: redis.Redis, tmp_path: Path):

@@ -94,7 +94,7 @@ local function paused_rows(queue) return 'tinsmith:paused_rows:' .. queue end
 
 -- part: off
 -- needs: now_ms
--- A requeued request counts for its project for so long; its next worker begins it much sooner. A process of an earlier
+-- A requeued request counts for its project for so long. A live worker begins it much sooner. A process of an earlier
 -- version that begins or ends it leaves it on the list.
 local OFF_MS = 3600000
 
@@ -112,7 +112,7 @@ local function note_off(key, member)
   redis.call('PEXPIRE', key, OFF_MS)
 end
 
--- Requeue a request that counts for no project.
+-- Requeue a request that its project no longer counts as dispatched.
 local function requeue(request, queue, project)
   redis.call('HSET', 'tinsmith:op:' .. request, 'ring', 'off')
   note_off(off_key(queue, project), request)

@@ -11,6 +11,7 @@ import redis
 
 from app.dispatch import Dispatcher, celery_app
 from app.domain.records import Model, Sampler
+from app.domain.results import Result
 from app.settings import EngineSettings, RedisSettings, Settings
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
@@ -115,6 +116,43 @@ def test_however_many_are_throttled_what_is_before_them_is_read_in_every_round(
     for _ in range(3):
         redispatcher.sweep()
     assert dispatched == [sampler] * 3
+
+
+@pytest.mark.usefixtures("eager")
+def test_however_many_are_throttled_of_one_queue_those_of_another_are_dispatched(
+    oplog: RedisOpLog,
+    redispatcher: Redispatcher,
+    client: redis.Redis,
+    dispatched: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_two_rows_a_round(monkeypatch)
+    for base in ("unserved", "base"):
+        sampler = f"{base}:sample:0"
+        RedisRecords(client).put_new(Sampler.namespace, sampler, dump(Sampler("me", "s", base, 0.0)))
+        for seq in range(6):
+            oplog.admit_sample(f"{sampler}:{seq}", sampler, "me", f"sample.{base}", b"", "d", sequences=64)
+    oplog.finish_sample("base:sample:0:0", Result(b""))  # its worker died before it dispatched the next one
+    redispatcher.sweep()
+    assert "base:sample:0" in dispatched
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_queue_has_room_for_all_that_wait_for_it_whichever_round_reads_them(
+    oplog: RedisOpLog,
+    redispatcher: Redispatcher,
+    client: redis.Redis,
+    dispatched: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read_two_rows_a_round(monkeypatch)
+    monkeypatch.setattr("workers.maintenance.redispatch._LONGEST_QUEUE", 0)
+    for i in range(3):
+        admit(oplog, client, f"session:train:{i}")
+    client.rpush(QUEUE, *["message"] * 3)  # two of each of the first two models have room for one more
+    redispatcher.sweep()
+    redispatcher.sweep()
+    assert "session:train:2" in dispatched
 
 
 def test_a_model_that_some_rounds_do_not_read_is_dispatched_no_more_often(

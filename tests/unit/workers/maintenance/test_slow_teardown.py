@@ -89,9 +89,16 @@ def test_while_the_object_store_hangs_a_round_tears_down_one_run_and_the_next_co
         installation.oplog, lifecycle, installation.records, installation.teardown(RETIRING), RETIRING.session_s
     )
     ended = []
-    for pause in (0, 60, 3600):
+    for pause in (0, 60, 7200):
         passed += pause
         task.sweep()
         ended.append(sum(installation.ended(run) for run in runs))
     assert ended == [1, 1, 2]
     assert installation.records.get(Session.namespace, OTHER), "nothing else is torn down in a round that took long"
+
+
+def test_a_part_of_a_session_is_torn_down_however_long_it_took_to_find_it(installation: Installation) -> None:
+    finish(installation, SESSION)
+    assert not installation.ended(MODEL)
+    installation.teardown(RETIRING).retire(SESSION, until=0.0)
+    assert installation.ended(MODEL)
