@@ -80,8 +80,7 @@ class Scheduler:
         unowned = [head for head in self._backlog_scan.heads() if head.model_id not in residents]
         if len(residents) < 2 and not unowned and not self._run_ahead.background_saves.running():
             return []
-        heads = self._oplog.heads({model_id: one.reached + 1 for model_id, one in residents.items()})
-        return sorted([*heads, *unowned], key=self._order)
+        return sorted([*self._heads(), *unowned], key=self._order)
 
     def begin(self, project: str) -> None:
         """Records that one of this project's models has its turn."""
@@ -162,8 +161,12 @@ class Scheduler:
         deadline = time.monotonic() + worth_it
         while self._is_one_missing(waiting) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            waiting = self.waiting()
+            waiting = sorted(self._heads(), key=self._order)
         return waiting
+
+    def _heads(self) -> list[NextOp]:
+        """The next Ops of the models held here."""
+        return self._oplog.heads({model_id: one.reached + 1 for model_id, one in self._owner.residents().items()})
 
     def _is_one_missing(self, waiting: Sequence[NextOp]) -> bool:
         here = {head.model_id for head in waiting}
