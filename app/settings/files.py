@@ -60,7 +60,7 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
     """Loads the settings that every started process reads, from the file that TINSMITH_SETTINGS names."""
     path = environ.get(SETTINGS_VARIABLE)
     if not path:
-        raise SetupError(f"set {SETTINGS_VARIABLE} to the path of a config file (see docs/full-fine-tuning.md)")
+        raise SetupError(f"set {SETTINGS_VARIABLE} to the path of a config file (see docs/servers.md)")
     return load(Path(path), environ)
 
 
