@@ -159,20 +159,21 @@ def test_the_trainer_routes_as_the_sampler_did(case: str, tmp_path: Path) -> Non
     assert differing, "the two adapters route alike, so this shows nothing"
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("case", "checkpointing"), [("qwen3-moe", True), *((case, False) for case in CASES)])
 def test_the_metrics_of_each_tenant_tell_how_its_tokens_are_spread_over_the_experts(
-    checkpointing: bool, tmp_path: Path
+    case: str, checkpointing: bool, tmp_path: Path
 ) -> None:
     """In micro-batches, beside another tenant, with given experts for some tokens, and whether layers run once or
     twice."""
-    base, _ = opened("qwen3-moe", tmp_path)
+    base, _ = opened(case, tmp_path)
     cut = open_trainer(base, checkpointing=checkpointing, micro_batch_tokens=32)
     whole = open_trainer(base, micro_batch_tokens=128)
     for trainer in (cut, whole):
         train(trainer, "a", 1)
         train(trainer, "b", 2)
     lengths, generator = (23, 7, 40, 9), np.random.default_rng(3)
-    given = [generator.random((n, 2, 4)).argsort(-1)[..., :2].astype(np.uint8) for n in lengths]
+    layers = cut._engine.hidden_states.routed[0]
+    given = [generator.random((n, layers, 4)).argsort(-1)[..., :2].astype(np.uint8) for n in lengths]
     ops = {
         "a": op_of(supervised(4, lengths), [None, *given[1:]]),
         "b": ForwardBackward(batch(supervised(5, lengths)), "cross_entropy"),
@@ -180,7 +181,7 @@ def test_the_metrics_of_each_tenant_tell_how_its_tokens_are_spread_over_the_expe
     outputs, balance = cut.apply(ops), sum(lengths) * 2 / 4
     for model, op in ops.items():
         chosen = chosen_by(whole, partial(run, whole, model, op))
-        counts = np.stack([np.bincount(chosen[:, layer].ravel(), minlength=4) for layer in range(2)])
+        counts = np.stack([np.bincount(chosen[:, layer].ravel(), minlength=4) for layer in range(layers)])
         wanted = {
             "e_frac_with_tokens:mean": (counts > 0).mean(),
             "e_frac_oversubscribed:mean": (counts > balance).mean(),
