@@ -342,16 +342,23 @@ MUTANTS = (
     Mutant(
         "dispatch: the rest ends with a success",
         "app/dispatch.py",
-        "            self._rests_until = 0.0",
-        "            pass",
+        "self._rests_until, self._reached = 0.0, time.monotonic()",
+        "self._reached = time.monotonic()",
         f"{_DISPATCH}::test_dispatches_go_out_again_once_one_has_reached_the_broker",
     ),
     Mutant(
         "dispatch: a broker that refuses at once does not hang",
         "app/dispatch.py",
-        "- began > _HANGS_S:",
-        "- began > 0:",
+        "- began > _HANGS_S and",
+        "- began > 0 and",
         f"{_DISPATCH}::test_a_broker_that_refused_a_message_at_once_gets_the_next_one",
+    ),
+    Mutant(
+        "dispatch: an old failure after a success",
+        "app/dispatch.py",
+        " and self._reached < began:",
+        ":",
+        f"{_DISPATCH}::test_a_dispatch_that_began_before_the_broker_was_back_stops_no_later_one",
     ),
     Mutant(
         "dispatch: the wait for a connection ends",

@@ -39,9 +39,17 @@ MUTANTS = (
     Mutant(
         "sessions: a round of teardown ends within a session",
         "app/services/teardown.py",
-        "if time.monotonic() >= until:",
+        "if place and time.monotonic() >= until:",
         "if False:",
         _HANGS,
+    ),
+    Mutant(
+        "sessions: a round tears down one run at least",
+        "app/services/teardown.py",
+        "if place and time.monotonic() >= until:",
+        "if time.monotonic() >= until:",
+        "tests/unit/workers/maintenance/test_slow_teardown.py"
+        "::test_a_part_of_a_session_is_torn_down_however_long_it_took_to_find_it",
     ),
     Mutant(
         "sessions: a round of teardown ends between sessions",

@@ -83,6 +83,20 @@ MUTANTS = (
         f"{_BOUNDS}::test_however_many_are_throttled_what_is_before_them_is_read_in_every_round",
     ),
     Mutant(
+        "redispatch: throttled requests of every queue",
+        _REDISPATCH,
+        "for queue in self._oplog.sample_queues():",
+        "for queue in {pending.queue for pending in waiting if pending.throttled}:",
+        f"{_BOUNDS}::test_however_many_are_throttled_of_one_queue_those_of_another_are_dispatched",
+    ),
+    Mutant(
+        "redispatch: the room for what other rounds read",
+        _REDISPATCH,
+        "        if not first:\n            self._numbers.clear()\n",
+        "        self._numbers.clear()\n",
+        f"{_BOUNDS}::test_a_queue_has_room_for_all_that_wait_for_it_whichever_round_reads_them",
+    ),
+    Mutant(
         "redispatch: the wait of a model that a round does not read",
         _REDISPATCH,
         "if now - last.at < _REMEMBERED_S}",
