@@ -138,15 +138,15 @@ def check_replayable(settings: BaseModelSettings) -> None:
 
 
 def wrap(model: nn.Module) -> tuple[int, int]:
-    """Makes the model's routers obey `use`. Outside of its blocks they are unchanged, to the bit. Returns the numbers
-    of routers and of experts in a layer, at most."""
-    most = 0
-    for layer, router in enumerate(routers := found(model)):
+    """Makes the model's routers obey `use`. Outside of its blocks they are unchanged, to the bit. Returns the number of
+    routers, and of the experts of the one that has the most."""
+    counts = []
+    for layer, router in enumerate(found(model)):
         shape = getattr(router.weight, "ds_shape", router.weight.shape)  # ZeRO-3 empties it
         experts = shape[0] - getattr(router, "n_shared_experts", 0)  # Inkling scores shared ones too
         router.forward = partial(_forward, layer, router.forward, experts)
-        most = max(most, experts)
-    return len(routers), most
+        counts.append(experts)
+    return len(counts), max(counts, default=0)
 
 
 @contextmanager

@@ -338,7 +338,7 @@ MUTANTS = (
     Mutant(
         "routes: a recomputed layer takes them too",
         "workers/backends/training/memory.py",
-        "with lora.use(adapters), routers.use(routes):",
+        "with lora.use(adapters), routers.use(recorder):",
         "with lora.use(adapters):",
         "tests/parity/test_router_replay.py::test_gradients_of_two_tenants_equal_a_reference_with_forced_experts",
     ),

@@ -153,8 +153,9 @@ class Job:
 
     scores: fp32 [all elements of `scored`], the logprobs of the targets, or a critic's values; `datums` holds fp32
     [number of datums] arrays: "bad" (not 0 where the loss, its gradient or a sum among its metrics is not finite),
-    "loss:sum" and the metrics. load: the tokens that each expert got, times a factor, fp32 [layers, experts]; None
-    without known routers. All lie on the device until they are fetched.
+    "loss:sum" and the metrics. load: the tokens that each expert got, fp32 [layers, experts]; None without known
+    routers. Ranks that all run the same tokens each count them, so only its ratios have a meaning. All lie on the
+    device until they are fetched.
     """
 
     op: ForwardBackward
@@ -262,14 +263,15 @@ class Job:
 
 def fetch(jobs: Collection[Job]) -> None:
     """Moves the results of all jobs to the host, in one transfer."""
-    parts = [part for job in jobs for part in (job.scores, *job.datums.values())]
-    parts += [job.load.flatten() for job in jobs if job.load is not None]
+    parts = [
+        part.flatten() for job in jobs for part in (job.scores, *job.datums.values(), job.load) if part is not None
+    ]
     found = iter(torch.split(torch.cat(parts).cpu(), [len(part) for part in parts]))
     for job in jobs:
         job.scores = next(found)
         job.datums = {name: next(found) for name in job.datums}
-    for job in jobs:
-        job.load = None if job.load is None else next(found).view(job.load.shape)
+        if job.load is not None:
+            job.load = next(found).view(job.load.shape)
 
 
 def asks_entropy(op: ForwardBackward) -> bool:

@@ -200,7 +200,7 @@ class HiddenStates(nn.Module):
         if self.packed:
             model.set_attn_implementation({_text_config_name(model.config): name})
             packing.prepare(model)
-        self.routed = routers.wrap(model) if self.packed else (0, 0)
+        self.routed = routers.wrap(model) if self.packed else (0, 0)  # padded datums are not routed
         self.fused = trainer.fused_kernels and fused.usable(next(model.parameters()).device)
         if self.fused and self.packed:  # the architectures of which tests/parity/test_fused.py shows the results
             fused.fuse(model)

@@ -242,8 +242,8 @@ def _contexts() -> tuple[Any, Any]:
 
 
 @contextmanager
-def _as_in(adapters: Segments, routes: routers.Recorder | None) -> Iterator[None]:
-    with lora.use(adapters), routers.use(routes):
+def _as_in(adapters: Segments, recorder: routers.Recorder | None) -> Iterator[None]:
+    with lora.use(adapters), routers.use(recorder):
         yield
 
 

@@ -369,7 +369,7 @@ class Pass:
         if self._sequence.rank:  # the first rank of the group has the same
             for one in found:
                 one.zero_()
-        if self._load is not None:  # ranks that share the tokens count each its own, or all of them the same
+        if self._load is not None:  # ranks that share the tokens count their own, or all the same: metrics are ratios
             found.append(self._load)
             for job, load in zip(self._jobs, self._load, strict=True):
                 job.load = load
