@@ -217,15 +217,20 @@ def _described(request_id: str, kind: str, project: str) -> dict[str, str]:
 class Dispatcher:
     """Dispatches futures that wait in the journal. `events` are those of futures that were admitted here.
 
-    No method raises when the broker is away. Once a dispatch has failed on a hanging broker, one call each _REST_S
-    tries it again, until one succeeds. The other calls return at once.
+    No method raises when the broker is away. Once a dispatch has failed on a hanging broker, one call in each `_REST_S`
+    seconds tries it again, until one succeeds. The others return at once, and the sweeper dispatches their futures
+    later.
     """
 
     def __init__(self, celery: Celery) -> None:
         self._celery = celery
         self.events = TaskEvents(celery)
         self._free = threading.Semaphore(_MOST_AT_ONCE)
-        self._lock, self._rests_until, self._reached = threading.Lock(), 0.0, 0.0
+        self._lock = threading.Lock()
+        self._rests_until = 0.0
+        """Until then no call tries the broker, which hangs; 0 while it does not."""
+        self._reached = 0.0
+        """When a call last reached the broker."""
 
     def send(self, kind: str, request_id: str, parent_id: str, queue: str) -> None:
         """Dispatches one future. The sweeper dispatches a future again whose message was lost.

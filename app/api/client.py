@@ -16,16 +16,17 @@ from app.api.examples import CAPABILITIES
 from app.domain.progress import Recorded
 from app.errors import RequestError
 from app.telemetry import QUEUES, exposition
+from app.wire.bodies import VALUES_EACH_PART
 from app.wire.telemetry import recorded
 
 client_blueprint = make("client", "Start")
 
 # The SDK's own chunks of a batch. Smaller ones are for a server with lower limits.
 _CHUNK_DATUMS, _CHUNK_BYTES = 1024, 5_000_000
-# A batch has at most a part for each four values. Its parts are its own fields, and for each datum the datum itself, a
-# chunk, and up to eight inputs and spans.
-_VALUES_EACH_PART, _OWN_PARTS, _DATUM_PARTS = 4, 16, 10
-# The SDK counts this for a token of text. For one of an image it counts the token's inputs, which are more.
+# A batch may have a part for each VALUES_EACH_PART values. The parts are its own fields, and for each datum the datum
+# itself, a chunk, and up to eight inputs and spans.
+_OWN_PARTS, _DATUM_PARTS = 16, 10
+# The SDK estimates at least so many bytes for each token: for one of a text the token, for one of an image its inputs.
 _TOKEN_BYTES = 4
 
 operations_blueprint = make("operations", "Operations", prefix="/")
@@ -59,7 +60,7 @@ def client_config() -> dict[str, Any]:
     """Return the SDK features that this server supports."""
     settings = services().settings
     limits = settings.limits
-    parts = limits.json_values // _VALUES_EACH_PART - _OWN_PARTS
+    parts = limits.json_values // VALUES_EACH_PART - _OWN_PARTS
     return {
         "pjwt_auth_enabled": settings.api.pjwt_auth_enabled,
         "parallel_fwdbwd_chunks": True,

@@ -53,8 +53,8 @@ class Teardown:
 
     def retire(self, session_id: str, until: float = math.inf) -> None:
         """Tears down the rest of a session that ended long ago, or of a large one a part: call it again until the
-        session is gone. It begins no second run at `until`, of time.monotonic(). The parts not yet deleted stay if the
-        session becomes active again."""
+        session is gone. After `until` (time.monotonic()) it begins no further run, but always the first. The parts not
+        yet deleted stay if the session becomes active again."""
         models = list(islice(self._not_ended(session_id), _RETIRED_AT_ONCE))
         samplers = self._samplers(session_id)
         for place, model_id in enumerate(models):

@@ -32,7 +32,7 @@ _VARINT, _LENGTH = 0, 2
 """Wire types of protobuf: a number, and bytes with their length before them."""
 _DATA = 3 << 3 | _LENGTH
 """The tag of a datum in a ForwardBackwardRequest."""
-_PART = 4
+VALUES_EACH_PART = 4
 """The number of JSON values that use as much memory as one nested message."""
 _CONTINUED = bytes(range(128, 256))
 """The bytes of a packed number behind which it goes on."""
@@ -154,7 +154,7 @@ def check_parts(body: bytes, limits: LimitSettings) -> None:
     """Raises TooLarge for a ForwardBackwardRequest that would become too many objects: datums, chunks and inputs, each
     of which may be two bytes, and the messages and numbers inside them. The parser refuses malformed bodies, where the
     count ends."""
-    most = left = limits.json_values // _PART
+    most = left = limits.json_values // VALUES_EACH_PART
     with suppress(IndexError):
         for tag, start, end in _fields(body, 0, len(body)):
             left -= 1 + (sum(1 for _ in islice(_fields(body, start, end), left)) if tag == _DATA else 0)

@@ -21,12 +21,12 @@ from app.domain.results import HOUR_S
 from app.errors import Unavailable
 from app.services.teardown import Teardown
 from app.stores.pages import PageFiles, StorageUse
-from app.stores.redis.client import is_outage
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import PAUSE_S, RedisLifecycle
 from app.stores.redis.pages import RedisPages
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords, load
+from workers.maintenance.isolation import isolated
 from workers.process import telemetry
 
 log = logging.getLogger(__name__)
@@ -37,10 +37,10 @@ _BATCH = 64
 # One script corrects this many sessions in 1 ms; 10,000 take two minutes.
 _CORRECTED_AT_ONCE = 200
 
-# Teardown of retired sessions takes a twentieth of the time at most: one run takes three minutes while an object store
-# hangs, and the samples of a client that is back wait meanwhile.
+# A pause is this many times as long as the teardown of retired sessions before it. One run takes three minutes while an
+# object store hangs, and the samples of a client that is back wait meanwhile.
 _RETIRING_S = 5.0
-_RETIRING_PAUSES = 20
+_RETIRING_PAUSE_FACTOR = 20
 
 # A checkpoint that comes or goes counts within this time; ten thousand are read in a third of a second.
 _MEASURED_S = 300.0
@@ -141,17 +141,10 @@ class SessionExpiry:
             for session_id in self._lifecycle.retired():
                 if time.monotonic() >= until:
                     return
-                self._retire_one(session_id, until)
+                with isolated(session_id):
+                    self._teardown.retire(session_id, until)
         finally:
-            self._retiring_due = time.monotonic() + _RETIRING_PAUSES * (time.monotonic() - started)
-
-    def _retire_one(self, session_id: str, until: float) -> None:
-        try:
-            self._teardown.retire(session_id, until)
-        except Exception as error:
-            if isinstance(error, redis.RedisError) and is_outage(error):
-                raise  # no other session can be torn down either
-            log.exception("a retired session cannot be torn down now: %s", session_id)
+            self._retiring_due = time.monotonic() + _RETIRING_PAUSE_FACTOR * (time.monotonic() - started)
 
 
 Move = tuple[Callable[[str], bool], str]
@@ -164,6 +157,7 @@ class PayloadSpilling:
     def __init__(self, payloads: RedisPayloads) -> None:
         self._payloads, self._cursor = payloads, 0
         self._failed: set[Move] = set()
+        """The moves that failed when they were last tried."""
 
     def sweep(self) -> None:
         """Runs one round. Raises Unavailable."""
@@ -174,14 +168,14 @@ class PayloadSpilling:
             self._payloads.remove_garbage()  # last: an object that cannot be deleted keeps nothing from moving
 
     def _move(self) -> None:
-        """Moves what is due, until a move fails. Those that failed before come last: one that cannot be moved keeps no
-        other."""
+        """Moves what is due, until a move fails. Those that failed before come last, so a few that cannot be moved keep
+        no other."""
         due: list[Move] = [(self._payloads.spill, request_id) for request_id in self._payloads.due(_BATCH)]
         due += [(self._payloads.spill_result, request_id) for request_id in self._payloads.due_results(_BATCH)]
         self._failed.intersection_update(due)
         moved = 0
         for move in sorted(due, key=self._failed.__contains__):
-            self._failed.add(move)
+            self._failed.add(move)  # and stays there if the move raises
             spill, request_id = move
             moved += spill(request_id)
             self._failed.remove(move)

@@ -118,11 +118,11 @@ class Orphans:
             except (TypeError, ValueError):
                 log.warning("an upload cannot be read and is kept: %s", upload_id)
                 yield upload_id
-                continue
-            if expired:
-                self._records.delete(Upload.namespace, upload_id)
-            elif not upload.finished:
-                yield upload_id
+            else:
+                if expired:
+                    self._records.delete(Upload.namespace, upload_id)
+                elif not upload.finished:
+                    yield upload_id
 
     def _collect_known(self) -> None:
         """Collects, unless a call cannot be read."""

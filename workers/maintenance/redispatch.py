@@ -6,18 +6,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import redis
 
 from app import ids
 from app.dispatch import direct_queue
-from app.errors import Unavailable
 from app.settings import EngineSettings
-from app.stores.redis.client import is_outage
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Pending
+from workers.maintenance.isolation import isolated
 from workers.sample.admission import ThrottledDispatch
 
 log = logging.getLogger(__name__)
@@ -80,14 +78,17 @@ class Redispatcher:
         waiting = self._waiting()
         self._room = self._room_in_queues(waiting)
         for pending in waiting:
-            with _isolated(pending.id):
-                if pending.kinds and not pending.throttled:
+            if pending.throttled:
+                continue
+            with isolated(pending.id):
+                if pending.kinds:
                     self._redispatch(pending, now)
-                elif not pending.throttled:
+                else:
                     self._give_up_gap(pending, taken_s)
-        # The worker that should have dispatched the next throttled one may have died. A round reads few of these.
+        # The worker that should have dispatched the next throttled request may have died. All queues, because a round
+        # may not reach their throttled requests.
         for queue in self._oplog.sample_queues():
-            with _isolated(queue):
+            with isolated(queue):
                 ThrottledDispatch(self._oplog, self._send, queue).dispatch_next()
         self._last = {id_: last for id_, last in self._last.items() if now - last.at < _REMEMBERED_S}
 
@@ -97,8 +98,8 @@ class Redispatcher:
         before is kept."""
         first, self._first = self._first, 0
         count = self._oplog.count_pending()
-        first = first if first < count else 0
-        if not first:
+        if not 0 < first < count:
+            first = 0
             self._numbers.clear()
         end = min(first + _MOST, count)
         waiting: list[Pending] = []
@@ -185,15 +186,3 @@ class Redispatcher:
             if not self._oplog.refuse(pending.id, seq, reason, "drop_gradients"):
                 return  # the first seq that has arrived
             log.warning("a missing seq was given up", extra={"model_id": pending.id, "seq": seq})
-
-
-@contextmanager
-def _isolated(id_: str) -> Iterator[None]:
-    """Logs an error with one model, request or queue, so that it keeps no other waiting. Raises an outage."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, redis.RedisError) and is_outage(error):
-            raise
-        trace = not isinstance(error, Unavailable)
-        log.warning("could not dispatch %s again: %s", id_, error, exc_info=trace, extra={"request_id": id_})

@@ -32,8 +32,8 @@ MUTANTS = (
     Mutant(
         "sessions: one that cannot be torn down",
         _LEADER,
-        "if isinstance(error, redis.RedisError) and is_outage(error):",
-        "if error:",
+        "with isolated(session_id):",
+        "if True:",
         f"{_TEARDOWN}::test_a_session_that_cannot_be_torn_down_keeps_no_other",
     ),
     Mutant(
@@ -100,8 +100,8 @@ MUTANTS = (
     Mutant(
         "orphans: the files of an upload that cannot be read",
         _ORPHANS,
-        "                yield upload_id\n                continue\n",
-        "                continue\n",
+        "                yield upload_id\n            else:\n",
+        "                continue\n            else:\n",
         f"{_UNREADABLE}::test_an_upload_that_cannot_be_read_stays_and_keeps_no_other",
     ),
     # Adapters that only a trainer can bring.
@@ -144,8 +144,8 @@ MUTANTS = (
     Mutant(
         "claim_sample: it is requeued no more",
         f"{_LUA}/samples.lua",
-        "  leave_project(ARGV[1], queue)\n  count_rung",
-        "  count_rung",
+        "count_rung(ARGV[1], queue, leave_project(ARGV[1], queue))",
+        "count_rung(ARGV[1], queue, redis.call('HGET', 'tinsmith:future:' .. ARGV[1], 'owner'))",
         _REQUEUED,
     ),
     Mutant(

@@ -35,14 +35,14 @@ MUTANTS = (
     ),
     Mutant(
         "redispatch: an error with one model",
-        _REDISPATCH,
+        "workers/maintenance/isolation.py",
         "if isinstance(error, redis.RedisError) and is_outage(error):",
         "if True:",
         f"{_FAULTS}::test_an_error_with_one_model_keeps_no_model_and_no_throttled_request_waiting",
     ),
     Mutant(
         "redispatch: an outage is no error with one model",
-        _REDISPATCH,
+        "workers/maintenance/isolation.py",
         "if isinstance(error, redis.RedisError) and is_outage(error):",
         "if False:",
         f"{_FAULTS}::test_an_outage_between_two_models_ends_the_round",
@@ -71,8 +71,8 @@ MUTANTS = (
     Mutant(
         "redispatch: fewer wait than the last round read",
         _REDISPATCH,
-        "first = first if first < count else 0",
-        "",
+        "if not 0 < first < count:",
+        "if first == 0:",
         f"{_BOUNDS}::test_once_the_others_have_ended_the_first_row_is_read_at_once",
     ),
     Mutant(
@@ -92,8 +92,8 @@ MUTANTS = (
     Mutant(
         "redispatch: the room for what other rounds read",
         _REDISPATCH,
-        "        if not first:\n            self._numbers.clear()\n",
-        "        self._numbers.clear()\n",
+        "            first = 0\n            self._numbers.clear()\n",
+        "            first = 0\n        self._numbers.clear()\n",
         f"{_BOUNDS}::test_a_queue_has_room_for_all_that_wait_for_it_whichever_round_reads_them",
     ),
     Mutant(

@@ -128,7 +128,7 @@ end
 
 -- part: leave_project
 -- needs: held, off, paused
--- Stop counting a dispatched, throttled, requeued or paused sampling request for its project.
+-- Stop counting a dispatched, throttled, requeued or paused sampling request for its project. Returns the project.
 local function leave_project(request, queue)
   local found = redis.call('HMGET', 'tinsmith:op:' .. request, 'ring', 'rows')
   local project = redis.call('HGET', 'tinsmith:future:' .. request, 'owner')
@@ -145,6 +145,7 @@ local function leave_project(request, queue)
     local rows = paused_rows(queue)
     if redis.call('HINCRBY', rows, project, -found[2]) == 0 then redis.call('HDEL', rows, project) end
   end
+  return project
 end
 
 -- part: may_ring

@@ -107,8 +107,9 @@ local function adapter_of(sampler)
 end
 
 -- True if a full queue admits one more request of a project, because other projects filled it. With `most` requests as
--- the bound, the project has fewer than an equal part of them unfinished; each sequence counts as a request, unless it is
--- throttled or requeued. With '' (the queue is full of tokens, which are not counted by project), it has none unfinished.
+-- the bound, the project has fewer than an equal part of them unfinished. A dispatched or paused request counts once for
+-- each of its sequences, a throttled or requeued one once. With '' (the queue is full of tokens, which are not counted by
+-- project), it has none unfinished.
 local function is_below_share(project, most)
   local unfinished, others, counted = redis.call('ZCARD', held_key(queue, project)), 0, {[project] = true}
   local function count(projects)
@@ -192,10 +193,7 @@ if ARGV[4] ~= '' and attempts > tonumber(ARGV[4]) then
 end
 local found = redis.call('HMGET', op, 'admitted', 'adapter', 'ring')
 local node, queue = node_of(ARGV[2]), redis.call('HGET', 'tinsmith:pending_queue', ARGV[1])
-if found[3] == 'off' then
-  leave_project(ARGV[1], queue)
-  count_rung(ARGV[1], queue, redis.call('HGET', 'tinsmith:future:' .. ARGV[1], 'owner'))
-end
+if found[3] == 'off' then count_rung(ARGV[1], queue, leave_project(ARGV[1], queue)) end
 local before = place(ARGV[1], queue, node)
 local key = home_of(ARGV[1], found[2])
 -- Affinity moves to this node when the request was dispatched to the node with affinity and that node did not take it.
@@ -228,8 +226,7 @@ if redis.call('GET', lease) == ARGV[2] then
   local queue, ring = redis.call('HGET', 'tinsmith:pending_queue', ARGV[1]), redis.call('HGET', op, 'ring')
   place(ARGV[1], queue, '')
   if ring ~= 'paused' and ring ~= 'held' then
-    leave_project(ARGV[1], queue)  -- what cannot run keeps nothing from being rung for
-    requeue(ARGV[1], queue, redis.call('HGET', 'tinsmith:future:' .. ARGV[1], 'owner'))
+    requeue(ARGV[1], queue, leave_project(ARGV[1], queue))  -- what cannot run keeps nothing from being rung for
   end
   redis.call('DEL', lease)
 end
