@@ -37,8 +37,9 @@ _BATCH = 64
 # One script corrects this many sessions in 1 ms; 10,000 take two minutes.
 _CORRECTED_AT_ONCE = 200
 
-# A pause is this many times as long as the teardown of retired sessions before it. One run takes three minutes while an
-# object store hangs, and the samples of a client that is back wait meanwhile.
+# The samples of a client that is back wait while retired sessions are torn down, so a round stops after some seconds.
+# It takes more than twice as long only where an object store hangs: then one run takes three minutes, and a pause
+# follows that is this many times as long.
 _RETIRING_S = 5.0
 _RETIRING_PAUSE_FACTOR = 20
 
@@ -131,7 +132,7 @@ class SessionExpiry:
             self._retire()
 
     def _retire(self) -> None:
-        """Tears down retired sessions for some seconds, if it is due: the only step that needs the object store, so it
+        """Tears down retired sessions for some seconds, unless it pauses. This step alone needs the object store, so it
         is the last. A session that cannot be torn down keeps no other."""
         started = time.monotonic()
         if started < self._retiring_due:
@@ -144,7 +145,9 @@ class SessionExpiry:
                 with isolated(session_id):
                     self._teardown.retire(session_id, until)
         finally:
-            self._retiring_due = time.monotonic() + _RETIRING_PAUSE_FACTOR * (time.monotonic() - started)
+            took = time.monotonic() - started
+            if took > 2 * _RETIRING_S:
+                self._retiring_due = time.monotonic() + _RETIRING_PAUSE_FACTOR * took
 
 
 Move = tuple[Callable[[str], bool], str]

@@ -97,6 +97,33 @@ def test_while_the_object_store_hangs_a_round_tears_down_one_run_and_the_next_co
     assert installation.records.get(Session.namespace, OTHER), "nothing else is torn down in a round that took long"
 
 
+def test_rounds_that_only_have_much_to_tear_down_follow_each_other_without_a_pause(
+    installation: Installation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [MODEL, f"{SESSION}:train:1", f"{SESSION}:train:2"]
+    for run in runs[1:]:
+        installation.oplog.create_model(run, dump(Model("me", SESSION, "base", 0.0)))
+    finish(installation, SESSION)
+    clock, passed, listed = time.monotonic, 0.0, installation.store.list
+
+    def list_files(prefix: str) -> object:
+        nonlocal passed
+        passed += 3
+        return listed(prefix)
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + passed)
+    monkeypatch.setattr(installation.store, "list", list_files)
+    lifecycle = RedisLifecycle(installation.client, RETIRING)
+    task = SessionExpiry(
+        installation.oplog, lifecycle, installation.records, installation.teardown(RETIRING), RETIRING.session_s
+    )
+    ended = []
+    for _ in range(3):
+        task.sweep()
+        ended.append(sum(installation.ended(run) for run in runs))
+    assert ended[0] < 3 and ended[-1] == 3
+
+
 def test_a_part_of_a_session_is_torn_down_however_long_it_took_to_find_it(installation: Installation) -> None:
     finish(installation, SESSION)
     assert not installation.ended(MODEL)
