@@ -151,7 +151,7 @@ class SessionExpiry:
 
 
 Move = tuple[Callable[[str], bool], str]
-"""How a payload or a result moves, and its request id."""
+"""A function that moves a payload or a result to the object store, and the request id that it gets."""
 
 
 class PayloadSpilling:

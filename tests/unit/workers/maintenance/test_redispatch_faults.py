@@ -116,7 +116,7 @@ def test_an_error_with_one_model_keeps_no_model_and_no_throttled_request_waiting
     spoil(client)
     throttle(oplog, client)
     oplog.calls_taken_s()
-    client.hset(keys.CALLS_TAKEN, "since", 0)  # a gap is given up at once
+    client.hset(keys.CALLS_TAKEN, "since", 0)  # the API takes calls since long, so a missing seq is given up
     redispatcher.sweep()
     assert {f"{GOOD}:0", "s:sample:0:1"} <= {*dispatched}
     failed = [record for record in caplog.records if record.levelno == logging.WARNING]

@@ -37,6 +37,21 @@ def finish(installation: Installation, *sessions: str) -> None:
         installation.client.zadd(keys.SESSIONS_ENDED, {session: moment})
 
 
+def three_runs(installation: Installation) -> list[str]:
+    """Adds runs to SESSION, which then has these three."""
+    runs = [MODEL, f"{SESSION}:train:1", f"{SESSION}:train:2"]
+    for run in runs[1:]:
+        installation.oplog.create_model(run, dump(Model("me", SESSION, "base", 0.0)))
+    return runs
+
+
+def expiry(installation: Installation) -> SessionExpiry:
+    """One leader's task, which keeps its pauses over several rounds."""
+    lifecycle = RedisLifecycle(installation.client, RETIRING)
+    teardown = installation.teardown(RETIRING)
+    return SessionExpiry(installation.oplog, lifecycle, installation.records, teardown, RETIRING.session_s)
+
+
 def test_the_samples_of_a_client_that_is_back_wait_for_no_teardown(
     installation: Installation, monkeypatch: pytest.MonkeyPatch
 ):
@@ -70,9 +85,7 @@ def test_while_the_object_store_hangs_a_round_tears_down_one_run_and_the_next_co
     installation: Installation, monkeypatch: pytest.MonkeyPatch
 ):
     """Otherwise everybody's samples would be neither paused nor resumed for hours."""
-    runs = [MODEL, f"{SESSION}:train:1", f"{SESSION}:train:2"]
-    for run in runs[1:]:
-        installation.oplog.create_model(run, dump(Model("me", SESSION, "base", 0.0)))
+    runs = three_runs(installation)
     RedisLifecycle(installation.client, PATIENT).end_model(OTHER_MODEL)
     finish(installation, SESSION, OTHER)
     clock, passed = time.monotonic, 0.0
@@ -84,11 +97,7 @@ def test_while_the_object_store_hangs_a_round_tears_down_one_run_and_the_next_co
 
     monkeypatch.setattr(time, "monotonic", lambda: clock() + passed)
     monkeypatch.setattr(installation.store, "list", list_files)
-    lifecycle = RedisLifecycle(installation.client, RETIRING)
-    task = SessionExpiry(
-        installation.oplog, lifecycle, installation.records, installation.teardown(RETIRING), RETIRING.session_s
-    )
-    ended = []
+    task, ended = expiry(installation), []
     for pause in (0, 60, 7200):
         passed += pause
         task.sweep()
@@ -100,9 +109,7 @@ def test_while_the_object_store_hangs_a_round_tears_down_one_run_and_the_next_co
 def test_rounds_that_only_have_much_to_tear_down_follow_each_other_without_a_pause(
     installation: Installation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs = [MODEL, f"{SESSION}:train:1", f"{SESSION}:train:2"]
-    for run in runs[1:]:
-        installation.oplog.create_model(run, dump(Model("me", SESSION, "base", 0.0)))
+    runs = three_runs(installation)
     finish(installation, SESSION)
     clock, passed, listed = time.monotonic, 0.0, installation.store.list
 
@@ -113,11 +120,7 @@ def test_rounds_that_only_have_much_to_tear_down_follow_each_other_without_a_pau
 
     monkeypatch.setattr(time, "monotonic", lambda: clock() + passed)
     monkeypatch.setattr(installation.store, "list", list_files)
-    lifecycle = RedisLifecycle(installation.client, RETIRING)
-    task = SessionExpiry(
-        installation.oplog, lifecycle, installation.records, installation.teardown(RETIRING), RETIRING.session_s
-    )
-    ended = []
+    task, ended = expiry(installation), []
     for _ in range(3):
         task.sweep()
         ended.append(sum(installation.ended(run) for run in runs))
