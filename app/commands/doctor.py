@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,8 +22,8 @@ from app.commands.connection import planned, store_name
 from app.demo import model as bundled
 from app.errors import SetupError, TinsmithError
 from app.services.base_models import BaseModels, lora_coverage
-from app.settings import NO_VLLM, SETTINGS_VARIABLE, BaseModelSettings, Settings, netloc
-from app.stack import checks, placement, valkey
+from app.settings import NO_VLLM, SETTINGS_VARIABLE, BaseModelSettings, Settings, netloc, tenants
+from app.stack import checks, hardware, placement, valkey
 from app.stack.arguments import without_secrets
 from app.stack.config import Options
 from app.stack.memory import gib
@@ -77,10 +79,12 @@ def examine(options: Options) -> Found:
         given, running = Settings(), None
         yield from (*_versions(given), *_guarded("GPUs", partial(gpus, given)))
         return
-    yield Finding("settings", OK, str(options.config or os.environ.get(SETTINGS_VARIABLE) or "the defaults"))
+    file = str(options.config or os.environ.get(SETTINGS_VARIABLE) or "the defaults")
+    yield from _judged("settings", [partial(tenants.check, given)], file)
     for name, check in (
         ("versions", partial(_versions, given)),
         ("GPUs", partial(gpus, given)),
+        ("GPUs", partial(_used_gpus, running)),
         ("data folder", partial(_data_folder, given, running)),
         ("port", partial(_port, given, running)),
         ("state server", partial(_servers, given, running)),
@@ -115,8 +119,21 @@ def _version(name: str) -> str:
         return ""
 
 
-def gpus(settings: Settings, environ: Mapping[str, str] = os.environ, driver: Path = placement.NVIDIA_GPUS) -> Found:
-    """Checks the GPUs of the driver, and that the workers of the settings have room on them."""
+def _torch_fault() -> str:
+    """The setup error of a worker whose torch cannot use the GPUs; empty if it can. A process of its own loads torch,
+    which takes seconds."""
+    check = "from workers.backends.devices import check_gpus; check_gpus()"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    return done.stderr.strip().rpartition("\n")[2].partition(": ")[2] if done.returncode else ""
+
+
+def gpus(
+    settings: Settings,
+    environ: Mapping[str, str] = os.environ,
+    driver: Path = placement.NVIDIA_GPUS,
+    torch_fault: Callable[[], str] = _torch_fault,
+) -> Found:
+    """Checks that torch can use the GPUs of the driver, and that the workers of the settings have room on them."""
     models, torch = placement.gpu_models(driver), _version("torch")
     if not torch:
         yield Finding("GPUs", WARNING, f"{_list(models)}; torch is missing: run `pip install 'tinsmith[train]'`")
@@ -127,10 +144,19 @@ def gpus(settings: Settings, environ: Mapping[str, str] = os.environ, driver: Pa
             f"{_list(models)}, but torch {torch} is a CPU build, so workers use the CPU; run `pip install torch=="
             f"{torch.partition('+')[0]}`, or `make setup GPU=1` in a checkout",
         )
+    elif models and environ.get("CUDA_VISIBLE_DEVICES") != "" and (fault := torch_fault()):
+        yield Finding("GPUs", WRONG, f"{_list(models)}; {fault}")
     else:
         yield from _judged("GPUs", [partial(_place, settings, environ, driver)], _use(models, environ))
         if checks.lacks_vllm(settings, driver.parent / "version"):
             yield Finding("GPUs", WARNING, NO_VLLM)
+
+
+def _used_gpus(running: Settings | None) -> Found:
+    """Warns of GPUs that other programs use: beside a running stack, that may be the stack itself."""
+    for number, used in hardware.used_bytes().items() if running is None else ():
+        text = f"{gib(used)} of GPU {number} are in use by other programs; end them, or name other GPUs in `devices`"
+        yield Finding("GPUs", WARNING, text)
 
 
 def _shared_memory(settings: Settings) -> Found:
@@ -180,6 +206,7 @@ def _port(given: Settings, running: Settings | None) -> Found:
         text = f"{netloc(api.host, api.port or 'any')} is free"
         needed.append(partial(checks.listen_port, api))
     yield from _judged("port", needed, text)
+    yield from (Finding("port", WARNING, line) for line in checks.unreachable_links(given))
 
 
 def _servers(given: Settings, running: Settings | None) -> Found:

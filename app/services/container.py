@@ -28,7 +28,7 @@ from app.services.tenants.audit import AuditService
 from app.services.tenants.spending import Spending
 from app.services.tenants.usage import UsageService
 from app.services.training import CustomLossService, RouteService, TrainingService
-from app.settings import Settings
+from app.settings import Settings, tenants
 from app.signing import UrlSigner
 from app.stores.objects import create
 from app.stores.objects.accounts import AccountFiles
@@ -99,7 +99,8 @@ class Services:
 
 def build(settings: Settings) -> Services:
     """Builds all services. Raises SetupError when the settings name no state server, or a server or an object store
-    that cannot be used."""
+    that cannot be used, or give tenants something that would have no effect."""
+    tenants.check(settings)
     if not settings.redis.url:
         raise SetupError("redis.url is empty: set it, or start everything with `tinsmith up`")
     client, broker = connect_state(settings.redis.url), connect(settings.broker_url)

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import redis
 
-from app.domain.prices import Prices
 from app.errors import SetupError
-from app.settings import CUDA_BUILDS, ApiSettings, BaseModelSettings, SamplerSettings, Settings, netloc
+from app.settings import CUDA_BUILDS, ApiSettings, BaseModelSettings, SamplerSettings, Settings, netloc, tenants
 from app.stack import placement
 from app.stack.arguments import without_secrets
 from app.stack.memory import gib
@@ -29,8 +28,8 @@ from app.stores.redis.durability import NotDurable
 _VERSIONS, _BESIDE_WEIGHTS = 3, 2**26
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 _LOOPBACK = "127.0.0.1"
+_EVERY_INTERFACE = ("0.0.0.0", "::", "")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-_LEAST_SECRET = 32
 
 
 def free_port(host: str, port: int) -> int:
@@ -150,6 +149,16 @@ def short_of_shared_memory(settings: Settings) -> Iterator[str]:
             )
 
 
+def unreachable_links(settings: Settings) -> Iterator[str]:
+    """Yields a line if links of the API, such as those of downloads, would name no machine."""
+    if settings.api.host in _EVERY_INTERFACE and not settings.api.public_url:
+        yield (
+            f"the API listens on every interface, and its links for downloads and the console begin with "
+            f"{settings.public_url}, which is another machine for each client; set api.public_url to an address that "
+            "clients reach, such as http://tinsmith.example.org:8000"
+        )
+
+
 def _weight_bytes(folder: Path) -> int:
     """The bytes of the weights that transformers reads; 0 without a folder, or without one of its files."""
     try:
@@ -191,34 +200,6 @@ def model_paths(settings: Settings) -> None:
         model_path(base)
 
 
-def operators(settings: Settings) -> None:
-    """Raises SetupError for a digest in operator_keys that api_keys lacks."""
-    if not set(settings.operator_keys) <= set(settings.api_keys):
-        raise SetupError("operator_keys has a digest that is not in api_keys: add it there too")
-
-
-def budget(settings: Settings) -> None:
-    """Checks that usage has a price if projects have a monthly budget: without prices, nothing uses it up."""
-    limit = settings.limits.project.monthly_budget
-    if limit and {settings.prices, *(base.prices for base in settings.base_models)} == {Prices()}:
-        raise SetupError(
-            f"limits.project.monthly_budget is {limit:g}, and nothing has a price: set some in the section [prices]"
-        )
-
-
-def captures(settings: Settings) -> None:
-    """Checks that the secret of kept answers is long, and that there is one where every project keeps them."""
-    if 0 < len(settings.capture_secret) < _LEAST_SECRET:
-        raise SetupError(
-            f"capture_secret has {len(settings.capture_secret)} characters: set it to {_LEAST_SECRET} random ones"
-        )
-    if settings.limits.project.capture_days and not settings.capture_secret:
-        raise SetupError(
-            "limits.project.capture_days keeps answers only where capture_secret encrypts them: set it to 32 random "
-            "characters"
-        )
-
-
 def ports(settings: Settings) -> None:
     """Checks that the settings give no port of this machine to two processes. Ranks of a hostfile may be on another
     one."""
@@ -239,14 +220,12 @@ def ports(settings: Settings) -> None:
 
 def everything(settings: Settings) -> None:
     """Runs all checks that need no port and no model file."""
-    operators(settings)
+    tenants.check(settings)
     for base in settings.base_models:
         base.check_quantized()
         ranks(base)
         training(base)
         vllm(base)
-    budget(settings)
-    captures(settings)
     ports(settings)
     placement.check(settings)
     if settings.redis.url:

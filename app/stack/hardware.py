@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from app.stack import placement
 from app.stack.memory import gib, usable_bytes
 
 _CPU_FILE = Path("/proc/cpuinfo")
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
-_QUERY = ("nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits")
+_QUERY = ("nvidia-smi", "--query-gpu=index,memory.total,memory.used", "--format=csv,noheader,nounits")
+# An idle GPU reports some hundred MiB of the driver, and a desktop takes as much.
+_IN_USE = 2**30
 # Trainer and sampler share one GPU in equal parts, with a rest for CUDA itself.
 SHARED = 0.45
 # Of a worker's memory: the rest is for activations, adapters and the KV cache.
 _MOST_WEIGHTS = 0.6
+
+
+class _Memory(NamedTuple):
+    """Bytes of a GPU's memory, in all and in use."""
+
+    total: int
+    used: int
+
+
+_UNKNOWN = _Memory(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +80,22 @@ def find(
     names = dict(enumerate(placement.gpu_models(driver)))
     memory = _gpu_memory() if numbers else {}
     return Hardware(
-        tuple(Gpu(number, names.get(number, "NVIDIA GPU"), memory.get(number, 0)) for number in numbers),
+        tuple(Gpu(number, names.get(number, "NVIDIA GPU"), memory.get(number, _UNKNOWN).total) for number in numbers),
         len(os.sched_getaffinity(0)),
         usable_bytes(),
         bool(_BF16_FLAGS & set(cpu_file.read_text().split())),
     )
+
+
+def used_bytes() -> dict[int, int]:
+    """The bytes of memory that processes use on each GPU where it is 1 GiB or more; none without nvidia-smi."""
+    return {number: memory.used for number, memory in _gpu_memory().items() if memory.used >= _IN_USE}
+
+
+def emptiest_first(numbers: Sequence[int]) -> tuple[int, ...]:
+    """The GPUs by the memory that is in use on them: other programs may use some. Equal ones keep their order."""
+    used = used_bytes() if numbers else {}
+    return tuple(sorted(numbers, key=lambda number: used.get(number, 0)))
 
 
 def layout(hardware: Hardware, weights: int) -> Layout:
@@ -117,11 +140,11 @@ def _count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def _gpu_memory() -> dict[int, int]:
-    """Bytes of memory by GPU; none without nvidia-smi."""
+def _gpu_memory() -> dict[int, _Memory]:
+    """The memory by GPU; none without nvidia-smi."""
     try:
         output = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=30).stdout
-        rows = [line.split(",") for line in output.splitlines()]
-        return {int(number): int(mebibytes) * 2**20 for number, mebibytes in rows}
+        rows = [[int(value) for value in line.split(",")] for line in output.splitlines()]
+        return {number: _Memory(total * 2**20, used * 2**20) for number, total, used in rows}
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}

@@ -36,7 +36,7 @@ from app.settings import (
     hash_key,
     netloc,
 )
-from app.stack import checks, config, metrics, placement, valkey
+from app.stack import checks, config, hardware, metrics, placement, valkey
 from app.stack.child import Command, stop_signals
 from app.stack.config import Options
 from app.stack.data_folder import DataFolder, write_private
@@ -84,7 +84,7 @@ def up(options: Options) -> int:
         plan = prepare(settings, options, folder)
         if checks.lacks_vllm(plan.settings):
             warn(NO_VLLM)
-        for line in checks.short_of_shared_memory(plan.settings):
+        for line in (*checks.short_of_shared_memory(plan.settings), *checks.unreachable_links(plan.settings)):
             warn(line)
         say(f"data in {folder.root}, logs in {folder.logs}{_key_notice(settings, folder)}")
         with (
@@ -104,10 +104,10 @@ def prepare(
     settings: Settings,
     options: Options,
     folder: DataFolder,
-    gpus: Callable[[], Sequence[int]] = lambda: placement.visible_gpus(os.environ),
+    gpus: Callable[[], Sequence[int]] = lambda: hardware.emptiest_first(placement.visible_gpus(os.environ)),
 ) -> Plan:
     """Completes the settings (model, port, secrets, GPUs, embedded server), checks them and writes them for the
-    processes. `gpus` numbers the GPUs that workers may use."""
+    processes. `gpus` numbers the GPUs that workers may use, and those with the least memory in use come first."""
     bundled = not settings.base_models
     if bundled:
         base = BaseModelSettings(

@@ -1,12 +1,17 @@
-"""The devices on which the ranks of a backend run: their names, and copies for which the host does not wait."""
+"""The devices on which the ranks of a backend run: a check of them, their names, and copies for which the host does not
+wait."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from app.errors import SetupError
+from app.stack.placement import NVIDIA_GPUS
 
 
 def names(kind: str, ranks: int = 1) -> list[str]:
@@ -17,6 +22,24 @@ def names(kind: str, ranks: int = 1) -> list[str]:
     bound = os.environ.get("CUDA_VISIBLE_DEVICES")
     numbers = bound.split(",") if bound else map(str, range(ranks))
     return [f"{kind}:{number.strip()}" for number in list(numbers)[:ranks]]
+
+
+def check_gpus(driver: Path = NVIDIA_GPUS) -> None:
+    """Checks that a CUDA build of torch can use a GPU where the NVIDIA driver has one and CUDA_VISIBLE_DEVICES is not
+    empty. Raises SetupError with torch's reason: otherwise the worker would use the CPU, and nobody would know."""
+    wanted = torch.version.cuda is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    if not wanted or torch.cuda.is_available() or not any(driver.glob("*")):
+        return
+    try:
+        torch.cuda.init()
+        reason = "it gives no reason"
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+    raise SetupError(
+        f"torch {torch.__version__} for CUDA {torch.version.cuda} cannot use this machine's GPUs: {reason}. Update the "
+        "NVIDIA driver (CUDA 13 needs 580 or later), name devices that exist, give the container its GPUs, or set "
+        "CUDA_VISIBLE_DEVICES to '' to use the CPU"
+    )
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ from app import create_app
 from app.api.base import EXTENSION
 from app.errors import SetupError
 from app.gunicorn_worker import ARRIVING, Worker
-from app.settings import SETTINGS_VARIABLE, Settings, from_environment
+from app.settings import SETTINGS_VARIABLE, Settings, from_environment, load
 
 
 @pytest.fixture
@@ -93,3 +93,9 @@ def test_a_process_that_ends_sends_its_task_events_first(config: Path, monkeypat
 def test_settings_without_a_state_server_are_refused_with_the_remedy() -> None:
     with pytest.raises(SetupError, match=r"redis\.url"):
         create_app(Settings())
+
+
+def test_settings_that_would_have_no_effect_are_refused(config: Path) -> None:
+    config.write_text(f'capture_secret = "short"\n{config.read_text()}')
+    with pytest.raises(SetupError, match="capture_secret has 5 characters"):
+        create_app(load(config))

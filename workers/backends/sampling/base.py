@@ -160,6 +160,9 @@ def create(settings: BaseModelSettings, *, full: bool = False) -> SamplerBackend
     """
     import torch
 
+    from workers.backends.devices import check_gpus
+
+    check_gpus()
     gpus = torch.cuda.device_count()
     # The process is bound to its part of the devices (workers/cli.py).
     bound = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if settings.sampler.devices else []

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from app.errors import SetupError
 from app.settings import BaseModelSettings, TrainerSettings
 from app.settings.gpus import shown
+from workers.backends.devices import check_gpus
 from workers.backends.training import packing, sequence_parallel
 from workers.backends.training.engine import Engine, EngineLost, HiddenStates, TorchEngine, elements_held
 from workers.backends.training.lm_head import logit_rule
@@ -304,8 +305,9 @@ def rank_device(settings: TrainerSettings) -> torch.device:
     """Returns the GPU with the number LOCAL_RANK among those that this process sees, or the CPU without a GPU.
 
     They are those of `devices` if any are named (workers/cli.py). From then on torch takes no more than the settings'
-    share of its memory. Raises SetupError when it does not exist.
+    share of its memory. Raises SetupError when it does not exist, or torch cannot use it.
     """
+    check_gpus()
     if not torch.cuda.is_available():
         if settings.devices:
             raise SetupError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import tempfile
@@ -130,6 +131,12 @@ def test_settings_with_a_mistake_are_a_finding_beside_those_of_the_machine(tinsm
     assert said.code == 1
     assert "wrong    settings: " in said.text and "did you mean 'port'?" in said.text
     assert "ok       versions: " in said.text and "ok       GPUs: " in said.text
+
+
+def test_a_setting_without_an_effect_is_wrong_and_links_to_nowhere_are_a_warning(tinsmith: Doctor) -> None:
+    said = tinsmith(config='host = "0.0.0.0"\n[limits.project]\ncapture_days = 7\n')
+    assert said.code == 1 and "wrong    settings: limits.project.capture_days keeps answers only where" in said.text
+    assert "warning  port: the API listens on every interface" in said.text
 
 
 def test_a_durable_server_is_named_with_its_version_and_settings(
@@ -287,21 +294,51 @@ def test_gpus_beside_a_cuda_build_are_listed_and_vllm_is_missed(
     installed(tmp_path, monkeypatch, torch="2.13.0")
     monkeypatch.setattr(doctor.checks, "_version", lambda name: None)
     base = BaseModelSettings(name=BASE, path="x")
-    found = list(doctor.gpus(Settings(base_models=(base,)), {"CUDA_VISIBLE_DEVICES": "0,1"}, driver_of(tmp_path, 2)))
+    driver = driver_of(tmp_path, 2)
+    found = list(doctor.gpus(Settings(base_models=(base,)), {"CUDA_VISIBLE_DEVICES": "0,1"}, driver, str))
     assert [finding.state for finding in found] == [OK, WARNING]
     assert "1: NVIDIA H100 80GB HBM3; CUDA_VISIBLE_DEVICES is '0,1'" in found[0].text
     assert "vLLM is not installed" in found[1].text
+
+
+def test_gpus_that_torch_cannot_use_are_wrong_unless_none_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path, monkeypatch, torch="2.13.0")
+    driver = driver_of(tmp_path, 1)
+    (wrong,) = doctor.gpus(Settings(), {}, driver, lambda: "the driver is too old")
+    assert wrong == ("GPUs", WRONG, "0: NVIDIA H100 80GB HBM3; the driver is too old")
+    (fine,) = doctor.gpus(Settings(), {"CUDA_VISIBLE_DEVICES": ""}, driver, lambda: "the driver is too old")
+    assert fine.state == OK
+
+
+def test_the_fault_of_torch_is_that_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._torch_fault() == ""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, types\nfrom app.errors import SetupError\n\n"
+        "def check_gpus():\n    raise SetupError('torch cannot use them: too old')\n\n"
+        "sys.modules['workers.backends.devices'] = types.SimpleNamespace(check_gpus=check_gpus)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert doctor._torch_fault() == "torch cannot use them: too old"
+
+
+def test_gpus_that_other_programs_use_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.hardware, "used_bytes", lambda: {3: 30 * 2**30})
+    (found,) = doctor._used_gpus(None)
+    assert found.state == WARNING and found.text.startswith("30.0 GiB of GPU 3 are in use by other programs")
+    assert list(doctor._used_gpus(Settings())) == [], "the stack itself may use it"
 
 
 def test_workers_without_room_on_the_gpus_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(tmp_path, monkeypatch, torch="2.13.0")
     trainer, sampler = TrainerSettings(memory_share=0.6), SamplerSettings(backend="transformers", memory_share=0.6)
     base = BaseModelSettings(name=BASE, path="x", trainer=trainer, sampler=sampler)
-    found = list(doctor.gpus(Settings(base_models=(base,)), {}, driver_of(tmp_path, 1)))
+    found = list(doctor.gpus(Settings(base_models=(base,)), {}, driver_of(tmp_path, 1), str))
     assert [finding.state for finding in found] == [WRONG]
     assert "to share a GPU, lower memory_share" in found[0].text
     by_name = {"CUDA_VISIBLE_DEVICES": "GPU-1"}
-    (wrong,) = doctor.gpus(Settings(base_models=(base,)), by_name, tmp_path / "nvidia" / "gpus")
+    (wrong,) = doctor.gpus(Settings(base_models=(base,)), by_name, tmp_path / "nvidia" / "gpus", str)
     assert wrong.state == WRONG
     assert wrong.text.startswith("CUDA_VISIBLE_DEVICES is 'GPU-1'; list the GPUs by nvidia-smi's numbers")
 
@@ -310,7 +347,7 @@ def test_a_sampler_that_sleeps_beside_no_trainer_is_wrong(tmp_path: Path, monkey
     installed(tmp_path, monkeypatch, torch="2.13.0")
     trainer, sampler = TrainerSettings(count=0), SamplerSettings(backend="vllm", sleep=True)
     base = BaseModelSettings(name=BASE, path="x", trainer=trainer, sampler=sampler)
-    found = next(iter(doctor.gpus(Settings(base_models=(base,)), {}, driver_of(tmp_path, 1))))
+    found = next(iter(doctor.gpus(Settings(base_models=(base,)), {}, driver_of(tmp_path, 1), str)))
     assert found.state == WRONG
     assert "does not go with trainer.count = 0" in found.text
 

@@ -22,7 +22,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (gpu / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 150\n")
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
-    smi.write_text("#!/bin/sh\necho 0, 81559\necho 1, 40960\n")
+    smi.write_text("#!/bin/sh\necho 0, 81559, 40000\necho 1, 40960, 500\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(smi.parent))
     monkeypatch.setattr(placement, "torch_is_for_cpus", lambda: False)
@@ -62,6 +62,13 @@ def test_gpus_without_an_answer_of_nvidia_smi_have_no_memory_known(driver: Path,
     found = hardware.find({"CUDA_VISIBLE_DEVICES": "0"}, driver)
     assert found.lines() == ["GPU 0: NVIDIA H100 80GB HBM3"]
     assert layout(found, 400 * GIB).reasons == ("Trainer and sampler share the GPU.",)
+
+
+def test_gpus_that_other_programs_use_come_last(driver: Path):
+    assert hardware.emptiest_first((0, 1)) == (1, 0)
+    assert hardware.used_bytes() == {0: 40000 * 2**20}, "some hundred MiB are the driver's own"
+    (driver.parent / "bin" / "nvidia-smi").unlink()
+    assert hardware.emptiest_first((3, 1)) == (3, 1)
 
 
 @pytest.mark.parametrize(("flags", "said"), [("sse2 avx512_bf16", "with "), ("amx_bf16", "with "), ("fma", "without ")])

@@ -1,17 +1,24 @@
-"""A worker's report names the GPUs of its ranks by the numbers they are bound to. Stand-ins take the place of GPUs."""
+"""A worker uses its machine's GPUs or says why not, and reports those of its ranks by the numbers they are bound to.
+
+Stand-ins take the place of GPUs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace as Some
 from typing import Any
 
 import pytest
 import torch
 
-from app.settings import BaseModelSettings
+from app.errors import SetupError
+from app.settings import BaseModelSettings, TrainerSettings
 from workers.backends import devices
+from workers.backends.sampling import base
 from workers.backends.sampling.transformers.backend import TransformersSampler
 from workers.backends.sampling.vllm.backend import VllmSampler
+from workers.backends.training.backends import rank_device
 
 SETTINGS = BaseModelSettings(name="base", path="/m", sampler={"engine_args": {"pipeline_parallel_size": 3}})
 
@@ -48,3 +55,42 @@ def test_every_rank_on_a_cpu_is_counted(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert devices.names("cpu", 3) == vllm_sampler("cpu").describe()["devices"] == ["cpu"] * 3
     assert transformers_sampler("cpu").describe()["devices"] == ["cpu"]
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a driver with one GPU, beside a CUDA build of torch that cannot use it."""
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nUpdate it.")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "0000:00:00.0").mkdir()
+    return tmp_path
+
+
+def test_a_driver_that_torch_cannot_use_is_a_setup_error_with_the_reason(driver: Path) -> None:
+    with pytest.raises(
+        SetupError, match=r"GPUs: The NVIDIA driver .* too old \(found version 12040\)\. Update the NVID"
+    ):
+        devices.check_gpus(driver)
+
+
+def test_a_cpu_is_used_where_no_gpu_is_there_or_none_is_wanted(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices.check_gpus(driver / "0000:00:00.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    devices.check_gpus(driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    devices.check_gpus(driver)
+
+
+@pytest.mark.parametrize("start", [lambda: rank_device(TrainerSettings()), lambda: base.create(SETTINGS)])
+def test_trainers_and_samplers_check_the_gpus_first(
+    start: Callable[[], object], driver: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices.check_gpus, "__defaults__", (driver,))
+    with pytest.raises(SetupError, match="too old"):
+        start()
