@@ -260,22 +260,25 @@ def test_without_scrapers_only_the_ranks_of_a_group_reach_workers(name: str):
     assert workers == {None}
 
 
-def test_the_alert_of_a_process_that_is_down_asks_for_the_job_of_the_servicemonitor():
+def test_the_alerts_of_processes_that_are_down_ask_for_the_job_and_the_ports_of_the_servicemonitor():
     alerts = yaml.safe_load((ROOT / "ops" / "prometheus" / "alerts.yml").read_text())["groups"][0]["rules"]
-    (expression,) = [alert["expr"] for alert in alerts if alert["alert"] == "TinsmithDown"]
-    jobs = re.search(r'job=~"([^"]+)"', expression)
-    assert jobs
+    expressions = {alert["alert"]: alert["expr"] for alert in alerts}
+    asked = {
+        name: re.search(r'job="(\w+)",endpoint="(\w+)"', expressions[name])
+        for name in ("TinsmithDown", "TinsmithWorkerDown")
+    }
     monitor = manifest("eight-gpus", "ServiceMonitor", "-metrics")["spec"]
     ports = {endpoint["port"] for endpoint in monitor["endpoints"]}
-    scraped = [
-        one
+    found = [
+        (name, port["name"])
         for one in manifests("eight-gpus", "Service")
         if monitor["selector"]["matchLabels"].items() <= one["metadata"]["labels"].items()
-        and ports & {port["name"] for port in one["spec"]["ports"]}
+        for port in one["spec"]["ports"]
+        if port["name"] in ports
+        for name, match in asked.items()
+        if match and match.groups() == (one["metadata"]["labels"][monitor["jobLabel"]], port["name"])
     ]
-    assert len(scraped) == 3, "the API, the trainer and the sampler"
-    for one in scraped:
-        assert re.fullmatch(jobs[1], one["metadata"]["labels"][monitor["jobLabel"]]), one["metadata"]["name"]
+    assert sorted(found) == [("TinsmithDown", "http"), *[("TinsmithWorkerDown", "metrics")] * 2]
 
 
 @pytest.mark.parametrize("name", SETS)
