@@ -26,9 +26,9 @@ _SEARCHED_LINES = 200
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """The limits of restarts. While the stack starts, a process ends the stack when it dies `tries` times in a row,
-    each time within `window_s` seconds of its start. The pause before a restart doubles from `first_delay_s` to
-    `longest_delay_s`."""
+    """The limits of restarts. While the stack starts, a process ends the stack when it dies `tries` times: it may load
+    a model for minutes before each death. The pause before a restart doubles from `first_delay_s` to `longest_delay_s`,
+    and begins anew once the stack was ready and a process has lived for `window_s` seconds."""
 
     tries: int = 5
     window_s: float = 60.0
@@ -41,7 +41,7 @@ class RestartPolicy:
 
 class _Watched:
     """A child with its history: the time of its start and the machine's out-of-memory kills until then, the number of
-    early deaths in a row, the time of its restart, and whether it ended for good."""
+    deaths in a row, the time of its restart, and whether it ended for good."""
 
     def __init__(self, child: Child, oom_kills: Callable[[], int]) -> None:
         self.child = child
@@ -191,7 +191,8 @@ class Supervisor:
 
     def _plan_restart(self, watched: _Watched, cause: str, patient: bool) -> None:
         child, now = watched.child, time.monotonic()
-        watched.failures = watched.failures + 1 if now - watched.started < self._policy.window_s else 1
+        lived = patient and now - watched.started >= self._policy.window_s
+        watched.failures = 1 if lived else watched.failures + 1
         if watched.failures >= self._policy.tries and not patient:
             raise TinsmithError(_gave_up(watched, cause))
         delay = self._policy.delay_s(watched.failures)

@@ -48,6 +48,7 @@ from app.stores.redis.records import RedisRecords
 
 _LOCALHOST = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 _PROBE_TIMEOUT_S = 2.0
+_NEWS_EVERY_S = 60.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KEY_FILE = "api-key"
 _API = "api"
@@ -178,17 +179,22 @@ def _follow_runs(redis_url: str, say: Callable[[str], None], until: threading.Ev
 
 
 class _Starting:
-    """Prints once for each worker that it is ready."""
+    """Prints once for each worker that it is ready, and each minute which workers are not."""
 
     def __init__(self, names: Iterable[str], say: Callable[[str], None]) -> None:
         self._missing, self._say = set(names), say
         self._began = time.monotonic()
+        self._next_news_s = _NEWS_EVERY_S
 
     def look(self, live: Iterable[str]) -> None:
         """`live`: Celery's node names, name@host, of the workers that serve."""
         for name in sorted(self._missing & {node.removesuffix(f"@{socket.gethostname()}") for node in live}):
             self._say(f"{name} is ready after {time.monotonic() - self._began:.0f} s")
             self._missing.remove(name)
+        waited_s = time.monotonic() - self._began
+        if self._missing and waited_s >= self._next_news_s:
+            self._next_news_s += _NEWS_EVERY_S
+            self._say(f"after {waited_s:.0f} s still waiting for {', '.join(sorted(self._missing))}; see its log")
 
 
 def _say_base_models(settings: Settings, bases: BaseModels, say: Callable[[str], None]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, start_http_server
 
 from app.dispatch import KINDS, TaskEvents
+from app.errors import SetupError
 from app.settings import METRICS_PORT_VARIABLE
 from app.stores.redis.types import Entry
 from workers.process.gpus import Gpus
@@ -94,14 +95,19 @@ SERVICE_TIME = ServiceTime()
 
 def serve_metrics(configured: int, environ: Mapping[str, str] = os.environ) -> str:
     """Starts the /metrics endpoint and returns its URL: on the port that `tinsmith up` gave to this worker, else on the
-    `configured` one. With 0 as the setting it is a loopback port, and any free one if another process took that."""
+    `configured` one. With 0 as the setting it is a loopback port, and any free one if another process took that.
+
+    Raises SetupError when a port of the settings is taken."""
     GPUS.start()
     port = int(environ.get(METRICS_PORT_VARIABLE, configured))
     try:
         server, _ = start_http_server(port, addr="0.0.0.0" if configured else "127.0.0.1")
-    except OSError:
+    except OSError as error:
         if configured:
-            raise
+            raise SetupError(
+                f"cannot serve metrics on port {port}: {error.strerror or error}; stop the process that uses it, or "
+                "choose another metrics_port"
+            ) from None
         server, _ = start_http_server(0, addr="127.0.0.1")
     return f"http://127.0.0.1:{server.server_port}/metrics"
 

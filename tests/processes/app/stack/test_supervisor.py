@@ -86,11 +86,11 @@ def test_a_child_that_keeps_dying_ends_the_stack_with_the_end_of_its_log(tmp_pat
     assert output.rstrip().endswith("out of luck")
 
 
-def test_a_child_that_lives_for_a_while_before_it_dies_does_not_end_the_stack(tmp_path):
-    deaths = tmp_path / "deaths"
-    with supervised(tmp_path, ("worker", NOTE_PID + "sys.exit(1)", str(deaths)), window_s=0) as process:
-        assert eventually(lambda: len(numbers(deaths)) > 6)
-        assert stop(process) == 0
+def test_a_child_that_dies_after_each_long_start_ends_a_stack_that_is_not_ready(tmp_path):
+    with supervised(tmp_path, ("worker", "import sys; sys.exit('out of luck')"), window_s=0) as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 3
+    assert "TinsmithError: worker ended with code 1, 3 times in a row" in output
 
 
 def test_a_child_that_keeps_dying_does_not_end_a_stack_that_was_ready(tmp_path):

@@ -246,6 +246,16 @@ def test_each_worker_is_said_to_be_ready_once(capsys):
     assert capsys.readouterr().err.splitlines() == ["trainer-0 is ready after 0 s", "sampler-0 is ready after 0 s"]
 
 
+def test_workers_that_are_not_ready_are_named_each_minute(monkeypatch):
+    said: list[str] = []
+    passed = iter([0, 59, 61, 61, 119, 121])
+    monkeypatch.setattr(up.time, "monotonic", lambda: next(passed))
+    starting = up._Starting({"trainer-0", "sampler-0"}, said.append)
+    for _ in range(5):
+        starting.look([])
+    assert said == [f"after {after} s still waiting for sampler-0, trainer-0; see its log" for after in (61, 121)]
+
+
 def test_state_is_there_again_after_a_stop_and_after_a_kill(tmp_path, model):
     for round_, ending in enumerate((signal.SIGTERM, signal.SIGKILL, signal.SIGTERM)):
         with stack(tmp_path / "data", model) as (process, _):

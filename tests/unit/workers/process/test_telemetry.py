@@ -6,6 +6,7 @@ import urllib.request
 
 import pytest
 
+from app.errors import SetupError
 from tests.servers import free_port
 from workers.process.telemetry import ServiceTime, serve_metrics
 
@@ -76,7 +77,9 @@ def test_metrics_are_on_the_port_that_the_worker_was_given() -> None:
 def test_a_port_of_the_settings_is_served_on_every_interface_or_not_at_all() -> None:
     port = free_port()
     assert answers(serve_metrics(port, {}).replace("127.0.0.1", "127.0.0.2"))
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(
+        SetupError, match=f"cannot serve metrics on port {port}: Address already in use; stop the process"
+    ):
         serve_metrics(port, {})
     copy = free_port()
     assert f":{copy}/" in serve_metrics(port, {"TINSMITH_METRICS_PORT": str(copy)})
