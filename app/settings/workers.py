@@ -84,7 +84,10 @@ class TrainerSettings(Section):
         600.0, gt=0, description="a rank group restarts after a pass without progress for this long"
     )
     device_models: int = Field(
-        0, ge=0, description="models kept in GPU memory; the others stay in host memory until their next Op; 0: all"
+        0,
+        ge=0,
+        description="models kept in GPU memory, and the most that share a pass; the others stay in host memory until "
+        "their next Op; 0: as many as have room",
     )
     max_models: int = Field(
         64, ge=1, description="models that one trainer holds; the least recently used ones are evicted"

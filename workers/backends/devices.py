@@ -31,7 +31,7 @@ def check_gpus(driver: Path = NVIDIA_GPUS) -> None:
     if not wanted or torch.cuda.is_available() or not any(driver.glob("*")):
         return
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         reason = "it gives no reason"
     except RuntimeError as error:
         reason = str(error).partition("\n")[0].rstrip(".")

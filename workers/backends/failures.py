@@ -44,7 +44,12 @@ class StallDetector:
 
 
 def ran_out_of_memory(error: Exception) -> bool:
-    """Returns whether an allocation failed: torch's own class on a GPU, a RuntimeError of the allocator on a CPU or of
-    cuBLAS."""
-    said = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+    """Returns whether an allocation failed: torch's own class on a GPU; a RuntimeError of the allocator on a CPU, of
+    cuBLAS, of cuDNN, or of Triton, which loads a kernel at its first use."""
+    said = (
+        "DefaultCPUAllocator",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_ALLOC_FAILED",
+        "Triton Error [CUDA]: out of memory",
+    )
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(one in str(error) for one in said)

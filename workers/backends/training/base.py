@@ -5,6 +5,8 @@ replay after a crash and a pass merged over several tenants run the same code. A
 store and no seq bookkeeping; the paths it receives are local folders. No torch type crosses this protocol.
 
 Every implementation passes tests/conformance/test_training_backend.py.
+
+Rank 0 sends its calls to the other ranks as bytes: `encode_apply` and `encode_call` write them, `decode` reads them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, Protocol
 from safetensors import SafetensorError
 
 from app.domain import adapters
+from app.domain import ops as domain_ops
 from app.domain.ops import DropGradients, ForwardBackward, LoraSpec, OptimStep
 from app.domain.records import BaseModelInfo
 from app.domain.results import Output
@@ -54,6 +57,8 @@ class Load:
 
 
 BackendOp = Create | Load | ForwardBackward | OptimStep | DropGradients
+Call = tuple[Any, ...]
+"""The name of a method, followed by its arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +144,48 @@ class TrainingBackend(Protocol):
         Callers rely on `devices` (names; "cpu" without a GPU) and `micro_batch_tokens`. The rest is for readers.
         """
         ...
+
+
+def encode_apply(ops: Mapping[str, BackendOp]) -> bytes:
+    """Encodes backend calls as bytes for the other ranks of the group: the journal's codec plus Create and Load."""
+    return domain_ops.encode(["apply", [[model_id, _pack(op)] for model_id, op in ops.items()]])
+
+
+def encode_call(method: str, *arguments: str | bool) -> bytes:
+    return domain_ops.encode([method, *arguments])
+
+
+def decode(data: bytes) -> Call:
+    """Decodes the bytes of both encoders. An apply's Ops come back as a dict in their order."""
+    method, *arguments = domain_ops.decode(data)
+    if method == "apply":
+        return method, {model_id: _unpack(packed) for model_id, packed in arguments[0]}
+    return method, *arguments
+
+
+def _pack(op: BackendOp) -> list[Any]:
+    match op:
+        case Create():
+            return [
+                "create",
+                op.lora,
+                None if op.source is None else str(op.source),
+                op.optimizer,
+                op.critic,
+                op.gradients,
+            ]
+        case Load():
+            return ["load", str(op.source), op.optimizer]
+        case _:
+            return ["op", op]
+
+
+def _unpack(packed: tuple[Any, ...]) -> BackendOp:
+    match packed:
+        case ("create", lora, source, optimizer, critic, gradients):
+            return Create(lora, None if source is None else Path(source), optimizer, critic, gradients)
+        case ("load", source, optimizer):
+            return Load(Path(source), optimizer)
+        case (_, op):
+            return op  # type: ignore[no-any-return]
+    raise ValueError(f"not a packed Op: {packed[:1]!r}")

@@ -49,10 +49,14 @@ class RankGroup:
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Replaces each tensor, in place, by its sum over the ranks; one collective for all of them. They have one
         dtype and device."""
-        if self.size > 1 and tensors:
-            flat = _flatten(tensors)
-            dist.all_reduce(flat)
-            _unflatten(flat, tensors)
+        if self.size == 1 or not tensors:
+            return
+        if len(tensors) == 1 and tensors[0].is_contiguous():  # a gradient may have gigabytes
+            dist.all_reduce(tensors[0].detach())
+            return
+        flat = _flatten(tensors)
+        dist.all_reduce(flat)
+        _unflatten(flat, tensors)
 
     def sum_on_(self, tensor: Tensor, target: int) -> None:
         """Replaces `tensor`, in place, by its sum over the ranks on rank `target`; the others lose its content."""

@@ -7,6 +7,7 @@ Every rank holds all of an adapter and of its gradient.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from workers.models import lora, peft_files
 from workers.models.adapter import Adapter, Layout, pieces
 from workers.models.full_weights import huggingface_writer
 
+log = logging.getLogger(__name__)
 _HOST = torch.device("cpu")
 
 
@@ -160,7 +162,7 @@ def shaped_as(stored: Mapping[str, Tensor], like: Mapping[str, Tensor], device: 
 
 
 class Residency:
-    """Keeps at most `most` models on `device` (0: all of them), or as many as one pass needs."""
+    """Keeps at most `most` models on `device` (0: all that have room)."""
 
     def __init__(self, device: torch.device, most: int) -> None:
         self._device, self._most = device, most
@@ -172,7 +174,7 @@ class Residency:
         return len(self._here)
 
     def bring(self, states: Mapping[str, ModelState], wanted: Collection[str]) -> None:
-        """Brings the wanted models to the device, or makes room for those that do not exist yet.
+        """Brings the wanted models, at most `most`, to the device, or makes room for those that do not exist yet.
 
         Other models leave first, the least recently used before the rest. Moved tensors keep their identity.
         """
@@ -180,14 +182,28 @@ class Residency:
             self._here[model_id] = None
             self._here.move_to_end(model_id)
         if self._most:
-            for model_id in list(self._here)[: -max(self._most, len(wanted))]:
-                del self._here[model_id]
-                if model_id in states:
-                    states[model_id].move(_HOST)
-                    self._away.add(model_id)
+            self._leave(states, list(self._here)[: -self._most])
         for model_id in self._away.intersection(wanted):
             states[model_id].move(self._device)
             self._away.remove(model_id)
+
+    def keep_only(self, states: Mapping[str, ModelState], wanted: Collection[str]) -> bool:
+        """Moves all other models to host memory, since memory ran out. Returns False if there are none."""
+        others = [model_id for model_id in self._here if model_id not in wanted]
+        if others:
+            log.warning(
+                "memory ran out: %d idle models move to host memory; trainer.device_models bounds those that stay",
+                len(others),
+            )
+        self._leave(states, others)
+        return bool(others)
+
+    def _leave(self, states: Mapping[str, ModelState], models: Collection[str]) -> None:
+        for model_id in models:
+            del self._here[model_id]
+            if model_id in states:
+                states[model_id].move(_HOST)
+                self._away.add(model_id)
 
     def forget(self, model_id: str) -> None:
         """Forgets a model that no longer has a state."""

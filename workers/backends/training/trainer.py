@@ -7,12 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from app.domain import ops as domain_ops
 from app.domain.ops import AdamParams, DropGradients, ForwardBackward, OptimStep
 from app.domain.records import BaseModelInfo
 from app.domain.results import Done, OptimStepOutput, Output
@@ -20,7 +19,7 @@ from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends import devices
 from workers.backends.failures import StallDetector, ran_out_of_memory
-from workers.backends.training.base import BackendOp, Create, Load, Writer
+from workers.backends.training.base import BackendOp, Create, Load, Writer, decode, encode_apply, encode_call
 from workers.backends.training.batch_ops import Job, fetch
 from workers.backends.training.engine import Engine, EngineLost
 from workers.backends.training.full_state import ComputeCopy, FullFinetuneModels
@@ -32,14 +31,12 @@ from workers.backends.training.state import AdapterModels, Models, ModelState, R
 from workers.models import lora
 from workers.models.base_model import LoadedBase
 
+T = TypeVar("T")
 Results = dict[str, Output | OpError]
 _GRADIENT_NOT_FINITE = (
     "every loss is finite, but the gradient is not; nothing was added to the pending gradient. Check the batch's "
     "weights and advantages"
 )
-
-Call = tuple[Any, ...]
-"""The name of a method, followed by its arguments."""
 
 
 class Trainer(ABC):
@@ -173,8 +170,7 @@ class Trainer(ABC):
     def _apply(self, ops: Mapping[str, BackendOp]) -> Results:
         steps = {model_id: op for model_id, op in ops.items() if isinstance(op, OptimStep)}
         results = self._optim_steps(steps)
-        if others := {model_id: op for model_id, op in ops.items() if not isinstance(op, OptimStep)}:
-            self._residency.bring(self._states, others)
+        others = {model_id: op for model_id, op in ops.items() if not isinstance(op, OptimStep)}
         batches: defaultdict[tuple[bool, bool], dict[str, ForwardBackward]] = defaultdict(dict)
         for model_id, op in others.items():
             try:
@@ -187,10 +183,21 @@ class Trainer(ABC):
             except OpError as error:
                 results[model_id] = error
         for batch in batches.values():
-            results |= self._forward_backward(batch)
+            for group in self._groups(batch):
+                results |= self._forward_backward(group)
         return {model_id: results[model_id] for model_id in ops}
 
     def _apply_alone(self, model_id: str, op: Create | Load | DropGradients) -> Output:
+        self._residency.bring(self._states, [model_id])
+        try:
+            return self._change(model_id, op)
+        except Exception as error:
+            alone = self._engine.ranks.size == 1  # several ranks would have to agree
+            if not (alone and ran_out_of_memory(error) and self._residency.keep_only(self._states, [model_id])):
+                raise
+        return self._change(model_id, op)
+
+    def _change(self, model_id: str, op: Create | Load | DropGradients) -> Output:
         match op:
             case Create():
                 self._states[model_id] = self._create(op)
@@ -201,13 +208,16 @@ class Trainer(ABC):
         return Done()
 
     def _optim_steps(self, ops: Mapping[str, OptimStep]) -> Results:
-        """Steps models together, as many at a time as stay on the device."""
         results: Results = {m: _not_loaded(m) for m in ops if m not in self._states}
-        known = [model_id for model_id in ops if model_id in self._states]
-        most = self._settings.trainer.device_models or len(known) or 1
-        for first in range(0, len(known), most):
-            results |= self._step_together({model_id: ops[model_id].params for model_id in known[first : first + most]})
+        for group in self._groups({m: op.params for m, op in ops.items() if m in self._states}):
+            results |= self._step_together(group)
         return results
+
+    def _groups(self, models: Mapping[str, T]) -> Iterator[dict[str, T]]:
+        """As many models at a time as stay on the device."""
+        ids, most = list(models), self._settings.trainer.device_models or len(models) or 1
+        for first in range(0, len(ids), most):
+            yield {model_id: models[model_id] for model_id in ids[first : first + most]}
 
     def _step_together(self, params: Mapping[str, AdamParams]) -> Results:
         """Steps models, each to the bits of its step alone. The host waits for gradient norms that are not known yet
@@ -233,12 +243,13 @@ class Trainer(ABC):
     def _forward_backward(self, ops: Mapping[str, ForwardBackward]) -> Results:
         if len(ops) > 1 and self._full:  # the engine holds the weights of one such model at a time
             return self._one_by_one(ops)
+        self._residency.bring(self._states, ops)
         jobs = self._run(ops)
-        if jobs is not None:
-            return self._finish(jobs)
-        if len(ops) > 1:  # an Op that is too large must not fail the others
+        if jobs is None and len(ops) > 1:  # an Op that is too large must not fail the others
             return self._one_by_one(ops)
-        return {model_id: self._too_large(op) for model_id, op in ops.items()}
+        if jobs is None and self._residency.keep_only(self._states, ops):  # idle models of others had the memory
+            jobs = self._run(ops)
+        return {m: self._too_large(op) for m, op in ops.items()} if jobs is None else self._finish(jobs)
 
     def _one_by_one(self, ops: Mapping[str, ForwardBackward]) -> Results:
         return {m: result for m, op in ops.items() for result in self._forward_backward({m: op}).values()}
@@ -353,48 +364,3 @@ class Trainer(ABC):
 
 def _not_loaded(model_id: str) -> ServerOpError:
     return ServerOpError(f"model {model_id} is not loaded in this trainer")
-
-
-def encode_apply(ops: Mapping[str, BackendOp]) -> bytes:
-    """Encodes backend calls as bytes for the other ranks of the group: the journal's codec plus Create and Load."""
-    return domain_ops.encode(["apply", [[model_id, _pack(op)] for model_id, op in ops.items()]])
-
-
-def encode_call(method: str, *arguments: str | bool) -> bytes:
-    return domain_ops.encode([method, *arguments])
-
-
-def decode(data: bytes) -> Call:
-    """Decodes the bytes of both encoders. An apply's Ops come back as a dict in their order."""
-    method, *arguments = domain_ops.decode(data)
-    if method == "apply":
-        return method, {model_id: _unpack(packed) for model_id, packed in arguments[0]}
-    return method, *arguments
-
-
-def _pack(op: BackendOp) -> list[Any]:
-    match op:
-        case Create():
-            return [
-                "create",
-                op.lora,
-                None if op.source is None else str(op.source),
-                op.optimizer,
-                op.critic,
-                op.gradients,
-            ]
-        case Load():
-            return ["load", str(op.source), op.optimizer]
-        case _:
-            return ["op", op]
-
-
-def _unpack(packed: tuple[Any, ...]) -> BackendOp:
-    match packed:
-        case ("create", lora, source, optimizer, critic, gradients):
-            return Create(lora, None if source is None else Path(source), optimizer, critic, gradients)
-        case ("load", source, optimizer):
-            return Load(Path(source), optimizer)
-        case (_, op):
-            return op  # type: ignore[no-any-return]
-    raise ValueError(f"not a packed Op: {packed[:1]!r}")

@@ -47,6 +47,8 @@ def test_calls_that_overlap_stand_still_since_any_of_them_moved(clock: list[floa
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
     ],
 )
 def test_a_failed_allocation_is_known_whichever_library_made_it(error: Exception):

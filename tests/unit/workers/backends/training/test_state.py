@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec, OptimStep
-from app.errors import OpError
+from app.errors import OpError, UserOpError
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
 from tests.parity.datums import batch, supervised, valued
 from tests.parity.training import state
 from workers.backends.training import backends
 from workers.backends.training.base import GRADIENTS_FILE, Create
+from workers.backends.training.passes import Pass
 from workers.backends.training.ranks import RankGroup, total_norms
 from workers.backends.training.state import NO_FILES, Residency
 from workers.backends.training.trainer import Trainer
@@ -57,9 +58,7 @@ def test_the_longest_unused_leave_and_come_back_on_their_next_use() -> None:
         ("c", "b", 2),  # b is the least recently used
         ("a", "", 2),
         ("b", "bc", 2),
-        ("abd", "", 3),  # a pass takes the memory it needs
-        ("d", "a", 2),
-        ("abcd", "ac", 4),
+        ("ad", "b", 2),
     ):
         residency.bring(states, use)
         assert (progress(states), len(residency)) == (wanted, count), use
@@ -72,6 +71,16 @@ def test_without_a_limit_nothing_moves() -> None:
     for use in ("a", "bcd", "b", "a"):
         residency.bring(states, use)
     assert (progress(states), len(residency)) == ("", 4)
+
+
+def test_models_that_are_not_wanted_leave_where_memory_ran_out() -> None:
+    states = {name: State() for name in "abc"}
+    residency = Residency(META, 0)
+    residency.bring(states, "abc")
+    assert residency.keep_only(states, "b") and progress(states) == "ac"
+    assert not residency.keep_only(states, "b"), "there is nobody else"
+    residency.bring(states, "ab")
+    assert (progress(states), len(residency)) == ("a", 2)
 
 
 def test_room_is_made_for_a_model_that_is_yet_to_come_and_a_closed_one_takes_none() -> None:
@@ -128,6 +137,73 @@ def test_models_that_come_and_go_train_to_the_same_bits(base: Path, tmp_path: Pa
 
 
 STEP = OptimStep(AdamParams(learning_rate=1e-2, eps=1e-8))
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_a_pass_has_no_more_models_than_stay_on_the_device(
+    base: Path, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, sizes, models = opened(base, most), [], "abd"
+    for i, model in enumerate(models):
+        backend.apply({model: Create(LoraSpec(rank=2, seed=i))})
+    run = Pass.run
+
+    def counted(one: Pass, progress: Any) -> None:
+        sizes.append(len(one._jobs))
+        assert backend.describe()["models_on_device"] <= (most or len(models))
+        run(one, progress)
+
+    monkeypatch.setattr(Pass, "run", counted)
+    found = backend.apply({model: work(model, 0) for model in models})
+    assert list(found) == list(models) and not any(isinstance(one, OpError) for one in found.values())
+    assert sizes == {0: [3], 1: [1, 1, 1], 2: [2, 1]}[most]
+
+
+@pytest.mark.parametrize("call", ["pass", "create"])
+def test_memory_that_idle_models_hold_fails_no_call(
+    base: Path, tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An allocation fails while another model is on the device."""
+    ends = []
+    for room in (1, 3):
+        backend = opened(base, 0)
+        for model in "ab":
+            backend.apply({model: Create(LoraSpec(rank=2, seed=3))})
+        with monkeypatch.context() as patch:
+            for owner, method in ((Pass, "run"), (type(backend._models), "fresh")):
+                patch.setattr(owner, method, _short_of_memory(backend, getattr(owner, method), room))
+            if call == "create":
+                backend.close("a")
+                backend.apply({"a": Create(LoraSpec(rank=2, seed=3))})
+            found = backend.apply({"a": work("a", 1)})["a"]
+        assert not isinstance(found, OpError), found
+        backend.apply({"b": work("b", 1)})
+        assert backend.describe()["models_on_device"] == 2
+        ends.append([state(backend, model, tmp_path / f"{room}-{model}") for model in "ab"])
+    assert ends[0] == ends[1]
+
+
+def _short_of_memory(backend: Trainer, method: Any, room: int) -> Any:
+    """`method`, which fails while more than `room` models are on the device."""
+
+    def run(*arguments: Any) -> Any:
+        if backend.describe()["models_on_device"] > room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return method(*arguments)
+
+    return run
+
+
+def test_a_pass_that_has_all_memory_and_too_little_fails_alone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = opened(base, 0)
+    for model in "ab":
+        backend.apply({model: Create(LoraSpec(rank=2))})
+    with monkeypatch.context() as patch:
+        patch.setattr(Pass, "run", _short_of_memory(backend, Pass.run, 0))
+        found = backend.apply({model: work(model, 1) for model in "ab"})
+    for one in found.values():
+        assert isinstance(one, UserOpError) and "Send shorter datums" in str(one)
+    assert not any(isinstance(one, OpError) for one in backend.apply({m: work(m, 1) for m in "ab"}).values())
 
 
 @pytest.mark.parametrize("full", [False, True])

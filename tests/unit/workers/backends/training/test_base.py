@@ -1,3 +1,5 @@
+"""Calls reach the other ranks of a trainer as bytes, unchanged."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,8 +9,7 @@ import pytest
 
 from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec, OptimStep
 from tests.parity.datums import batch, supervised
-from workers.backends.training import trainer
-from workers.backends.training.base import BackendOp, Create, Load
+from workers.backends.training.base import BackendOp, Create, Load, decode, encode_apply, encode_call
 
 
 @pytest.mark.parametrize(
@@ -22,16 +23,16 @@ from workers.backends.training.base import BackendOp, Create, Load
     ],
 )
 def test_an_op_reaches_the_other_ranks_unchanged(op: BackendOp) -> None:
-    assert trainer.decode(trainer.encode_apply({"m": op})) == ("apply", {"m": op})
+    assert decode(encode_apply({"m": op})) == ("apply", {"m": op})
 
 
 def test_a_batch_and_the_order_of_models_reach_the_other_ranks() -> None:
     op = ForwardBackward(batch(supervised(0, (3, 5))), "ppo", {"beta": 0.1}, forward_only=True)
-    method, ops = trainer.decode(trainer.encode_apply({"z": op, "a": DropGradients()}))
+    method, ops = decode(encode_apply({"z": op, "a": DropGradients()}))
     assert (method, list(ops)) == ("apply", ["z", "a"])
     assert (ops["z"].loss_fn, ops["z"].loss_config, ops["z"].forward_only) == ("ppo", {"beta": 0.1}, True)
     np.testing.assert_array_equal(ops["z"].batch.tokens.values, op.batch.tokens.values)
 
 
 def test_other_calls_carry_their_arguments() -> None:
-    assert trainer.decode(trainer.encode_call("save", "m", "/folder", True)) == ("save", "m", "/folder", True)
+    assert decode(encode_call("save", "m", "/folder", True)) == ("save", "m", "/folder", True)
