@@ -34,6 +34,9 @@ _DATA = 3 << 3 | _LENGTH
 """The tag of a datum in a ForwardBackwardRequest."""
 VALUES_EACH_PART = 4
 """The number of JSON values that use as much memory as one nested message."""
+_FIELDS_EACH_VALUE = 2
+"""Most fields of a body for each value that it may hold. A body within the other limits has at most 1.8: a sparse
+tensor is 5 values in 9 fields."""
 _CONTINUED = bytes(range(128, 256))
 """The bytes of a packed number behind which it goes on."""
 
@@ -160,20 +163,23 @@ def check_parts(body: bytes, limits: LimitSettings) -> None:
             left -= 1 + (sum(1 for _ in islice(_fields(body, start, end), left)) if tag == _DATA else 0)
             if left < 0:
                 raise TooLarge(f"the body holds more than {most} parts of datums; send fewer datums in one call")
-    left = limits.json_values
+    left, fields = limits.json_values, _FIELDS_EACH_VALUE * limits.json_values
     with suppress(IndexError):
-        for count in _values(body, 0, len(body), _REQUEST):
+        for place, count in enumerate(_values(body, 0, len(body), _REQUEST)):
             left -= count
             if left < 0:
                 raise TooLarge(f"the body holds more than {limits.json_values} values; send less in one call")
+            if place == fields:
+                raise TooLarge(f"the body holds more than {fields} fields; send less in one call")
 
 
 def _values(body: bytes, place: int, end: int, layout: _Layout) -> Iterator[int]:
-    """Yields how many values each message inside the body (1) and each list of numbers bring. A value may be one or two
-    bytes and takes up to 40 once it is parsed: the parser's arena also keeps the messages that a later one of the same
-    `oneof` replaces."""
+    """Yields how many values each field brings: 1 for a message, any number for a list of numbers, and 0 for any other.
+    A value may be one or two bytes and takes up to 40 once it is parsed: the parser's arena also keeps the messages
+    that a later one of the same `oneof` replaces."""
     for tag, start, stop in _fields(body, place, end):
         if tag not in layout:
+            yield 0
             continue
         inside = layout[tag]
         if inside is None:
@@ -207,8 +213,9 @@ def check_batch(batch: Batch, limits: LimitSettings) -> None:
 
 
 def _fields(body: bytes, place: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (tag, start, end) of every field in a protobuf message, except those of fixed size. The contents of a
-    group are left out: no message here has one. Raises IndexError where the message ends too soon."""
+    """Yields (tag, start, end) of every field in a protobuf message, so that callers count each. The tag is 0 for a
+    field of fixed size, and for a group and its contents: no message here has one. Raises IndexError where the message
+    ends too soon."""
     groups = 0
     while place < end:
         tag, place = _varint(body, place)
@@ -223,9 +230,8 @@ def _fields(body: bytes, place: int, end: int) -> Iterator[tuple[int, int, int]]
         else:
             place += {1: 8, 5: 4}.get(kind, 0)
             groups += {3: 1, 4: -1}.get(kind, 0)
-            continue
-        if not groups:
-            yield tag, start, place
+            tag = 0
+        yield 0 if groups else tag, start, place
 
 
 def _varint(body: bytes, place: int) -> tuple[int, int]:

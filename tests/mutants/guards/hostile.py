@@ -54,10 +54,17 @@ MUTANTS = (
         f"{_LIMITS}::test_messages_and_numbers_inside_of_parts_are_counted_before_they_are_made",
     ),
     Mutant(
+        "limits: fields that bring no value",
+        "app/wire/bodies.py",
+        "if place == fields:",
+        "if False:",
+        f"{_LIMITS}::test_fields_that_bring_nothing_are_counted_too",
+    ),
+    Mutant(
         "limits: the contents of an unknown group",
         "app/wire/bodies.py",
-        "if not groups:",
-        "if True:",
+        "yield 0 if groups else tag, start, place",
+        "yield tag, start, place",
         f"{_LIMITS}::test_a_field_of_another_wire_type_hides_no_bomb",
     ),
     Mutant(

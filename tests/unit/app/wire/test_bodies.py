@@ -136,6 +136,33 @@ def test_messages_and_numbers_inside_of_parts_are_counted_before_they_are_made()
 
 
 @pytest.mark.parametrize(
+    "nothing", [b"\x0b\x0c", b"\x18\x01", b"\x7b\x18\x01\x7c", b"\x7d" + bytes(4), b"\x79" + bytes(8)]
+)
+def test_fields_that_bring_nothing_are_counted_too(nothing: bytes) -> None:
+    """A group, a number and a number of fixed size: a few compressed bytes hold millions of them."""
+    limits = LimitSettings(json_values=1000)
+    for beside in (nothing * 2000, field(3, nothing * 2000)):
+        with pytest.raises(TooLarge, match="250 parts"):
+            check_parts(beside, limits)
+    for inside in (with_tensor(nothing * 2000), field(3, field(1, nothing * 2000))):
+        pb.ForwardBackwardRequest.FromString(inside)
+        with pytest.raises(TooLarge, match="2000 fields"):
+            check_parts(inside, limits)
+    check_parts(with_tensor(nothing * 300), limits)
+
+
+def test_a_batch_of_sparse_tensors_has_fewer_fields_than_the_limit() -> None:
+    """No datum has more fields for each of its values. The other limits are met just before."""
+    message = sdk.ForwardBackwardRequest(model_id="m", seq_id=1)
+    inputs = message.data.add().loss_fn_inputs
+    for i in range(199):
+        tensor = sdk.Tensor(dtype=sdk.DTYPE_INT64, shape=[1, 2])
+        tensor.sparse_csr.values = tensor.sparse_csr.crow_indices = tensor.sparse_csr.col_indices = b"x"
+        inputs[str(i)].CopyFrom(tensor)
+    check_parts(message.SerializeToString(), LimitSettings(json_values=1000))
+
+
+@pytest.mark.parametrize(
     "before",
     [b"\x18\x0a", b"\x1b\x1a\x02\x0a\x05\x1c", b"\x7b\x1a\x02\x0a\x05\x7c", b"\x1d" + b"\x0a" * 4],
     ids=["a number", "a group", "an unknown group", "a fixed number"],
