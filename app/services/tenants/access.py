@@ -31,6 +31,8 @@ Owned = TypeVar("Owned", Session, Model, Sampler, Checkpoint, Upload, Loss)
 Found = tuple[str, Checkpoint]
 """A checkpoint's path and the checkpoint."""
 
+_LONGEST_ID = 512
+"""Most characters of an id. A longer one, of which a batch may bring 64 MiB, would only keep the state server busy."""
 _PROJECT_DIGITS = 16
 _JWT_PREFIX = "eyJ"
 _UNKNOWN = "this API key is not known here; check the key, and that the base URL is that of its server"
@@ -54,7 +56,7 @@ def load_owned(store: RedisRecords, cls: type[Owned], key: str, caller: Caller, 
 
 def load_readable(store: RedisRecords, cls: type[Owned], key: str, caller: Caller) -> Owned:
     """A record that the caller only reads. Raises NotFound with a text that depends only on the request."""
-    found = store.find(cls, key)
+    found = store.find(cls, key) if len(key) <= _LONGEST_ID else None
     if found is None or not caller.sees(found.owner) or _is_expired(found, store):
         raise missing(cls, key)
     return found

@@ -17,7 +17,7 @@ from app.domain.records import Checkpoint
 from app.stores.redis import records
 from app.stores.redis.client import connect
 from app.stores.redis.records import dump
-from tests.unit.app.conftest import BASE, Api
+from tests.unit.app.conftest import BASE, Api, batch
 from tests.unit.app.tenant import Tenant
 
 Read = Callable[[Api, str], TestResponse]
@@ -72,6 +72,24 @@ def test_a_read_takes_no_more_round_trips_than_its_budget_however_much_it_lists(
     with round_trips() as sent:
         assert read(api, run).status_code == 200
     assert len(sent) == budget, sent
+
+
+def test_an_id_that_is_too_long_for_any_record_never_reaches_the_state_server(api: Api) -> None:
+    """A batch may bring an id of 64 MiB. A loss that is missing is a 400, because the call consumes its seq."""
+    run, long = api.model(), "x" * 100_000
+    custom = batch(run, 1, loss_fn="custom")
+    custom.loss_fn_config_v2["loss_id"].text = long
+    with round_trips() as sent:
+        answers = [
+            api.forward_backward(batch(long, 1)),
+            api.post("forward_backward", {"model_id": long, "seq_id": 1}),
+            api.post("optim_step", {"model_id": long, "seq_id": 1, "adam_params": {}}),
+            api.forward_backward(custom),
+        ]
+    assert [answer.status_code for answer in answers] == [404, 404, 422, 400]
+    for answer, kind in ((answers[0], "model"), (answers[1], "model"), (answers[3], "loss")):
+        assert answer.json["detail"] == f"{kind} {long[:200]!r} does not exist"
+    assert sum(len(str(command)) for command in sent) < 10_000
 
 
 def test_a_key_of_an_account_costs_one_more(api: Api, tenant: Tenant) -> None:
