@@ -37,7 +37,8 @@ MAX_TEMPERATURE = 2
 """vLLM supports no more, and OpenAI's clients do not ask for more."""
 MAX_TOP_K = 2**31 - 1
 MAX_CELLS = 2**22
-"""Most additional logprobs in one answer, besides those of the prompt and the samples: 32 MiB, half of it ids."""
+"""Most additional logprobs in one answer, besides those of the prompt and the samples: 32 MiB, half of it ids.
+limits.json_values allows only a fourth as many target ids by default, since the JSON of a request brings each."""
 
 
 class SamplingService:

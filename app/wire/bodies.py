@@ -37,6 +37,7 @@ VALUES_EACH_PART = 4
 _FIELDS_EACH_VALUE = 2
 """Most fields of a body for each value that it may hold. A body within the other limits has at most 1.8: a sparse
 tensor is 5 values in 9 fields."""
+_RAISE_VALUES = "a tensor with many empty places as sparse rows, or have limits.json_values raised on the server"
 _CONTINUED = bytes(range(128, 256))
 """The bytes of a packed number behind which it goes on."""
 
@@ -135,7 +136,12 @@ def _whole(unpacker: zstandard.ZstdDecompressor, body: bytes) -> bytes:
 def parse_json(body: bytes, limits: LimitSettings, most: int | None = None) -> Any:
     """Parses a JSON body. Raises TooLarge for more than `most` values, by default `limits.json_values`, and BadRequest
     for too deep nesting, and for what is not JSON."""
-    _check_values(body, limits.json_values if most is None else most)
+    most = limits.json_values if most is None else most
+    # Marks inside strings count as well.
+    values = sum(body.count(mark) for mark in (b",", b":", b"[", b"{"))
+    if values > most:
+        said = f"the JSON body holds about {values} values; at most {most} are allowed in one call: send less at a time"
+        raise TooLarge(said if most < limits.json_values else f"{said}, {_RAISE_VALUES}")
     try:
         found = json.loads(body)
     except ValueError:
@@ -144,13 +150,6 @@ def parse_json(body: bytes, limits: LimitSettings, most: int | None = None) -> A
     if body.count(b"[") + body.count(b"{") > limits.json_depth:
         _check_depth(found, limits)
     return found
-
-
-def _check_values(body: bytes, most: int) -> None:
-    """Raises TooLarge for JSON that would become too many objects. Marks inside strings count as well."""
-    values = sum(body.count(mark) for mark in (b",", b":", b"[", b"{"))
-    if values > most:
-        raise TooLarge(f"the JSON body holds about {values} values; at most {most} are allowed in one call")
 
 
 def check_parts(body: bytes, limits: LimitSettings) -> None:

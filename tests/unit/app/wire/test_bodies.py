@@ -96,8 +96,10 @@ def test_values_are_counted_before_they_are_made() -> None:
     limits = LimitSettings(json_values=1000)
     assert parse_json(json.dumps([1] * 999).encode(), limits) == [1] * 999
     for body in (b"[" * 1001, b'{"a":1}' * 501, json.dumps([1] * 1001).encode()):
-        with pytest.raises(TooLarge, match="1000"):
+        with pytest.raises(TooLarge, match=r"1000 .*: send less at a time, a tensor .* sparse rows, .*json_values"):
             parse_json(body, limits)
+    with pytest.raises(TooLarge, match=r"at most 10 are allowed in one call: send less at a time$"):
+        parse_json(b"[" * 11, limits, 10)
 
 
 def test_parts_of_a_protobuf_body_are_counted_before_they_are_made() -> None:
