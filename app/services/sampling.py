@@ -182,7 +182,9 @@ def _stops(stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
             return tuple(entries), ()
         if all(isinstance(entry, int) and not isinstance(entry, bool) for entry in entries):
             return (), tuple(entries)
-    raise BadRequest("sampling_params.stop must be a string, a list of strings or a list of token ids")
+    raise BadRequest(
+        f"sampling_params.stop must be a string, a list of strings or a list of token ids (got {stop!r:.80})"
+    )
 
 
 def check_sample(request: SampleRequest, info: BaseModelInfo, limits: LimitSettings) -> None:
@@ -199,8 +201,11 @@ def check_sample(request: SampleRequest, info: BaseModelInfo, limits: LimitSetti
     check_schema(request, info)
     in_range("sampling_params.temperature", request.temperature, 0, MAX_TEMPERATURE)
     in_range("sampling_params.top_p", request.top_p, 0, 1, open_ends="(")
-    if request.top_k != -1:
-        in_range("sampling_params.top_k", request.top_k, 1, MAX_TOP_K)
+    if request.top_k != -1 and not 1 <= request.top_k <= MAX_TOP_K:
+        raise BadRequest(
+            f"sampling_params.top_k {request.top_k!r:.40} is out of range: it must be at least 1 and at most "
+            f"{MAX_TOP_K}; -1 means off"
+        )
     check_stops(request, info)
     check_scores(request, info)
 
