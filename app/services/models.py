@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,7 +18,15 @@ from app.services.admission import AdmissionService, QuotaService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.teardown import Teardown
 from app.services.tenants import audit
-from app.services.tenants.access import Found, Sources, list_run_checkpoints, load_owned, load_readable, read_run
+from app.services.tenants.access import (
+    Found,
+    Sources,
+    list_run_checkpoints,
+    load_owned,
+    load_readable,
+    missing,
+    read_run,
+)
 from app.services.validation import (
     CRITIC,
     asked_role,
@@ -188,12 +197,18 @@ class RunService:
         return [_state(id_, fields) for id_, fields in runs if fields and load(Model, fields).owner in within], cursor
 
     def record(self, caller: Caller, metrics: Mapping[str, Sequence[Recorded]]) -> None:
-        """Keeps metrics that the caller recorded, by run. Raises NotFound or Forbidden for a run that is not the
-        caller's to train, and TooManyRequests; then none is kept. Raises Unavailable."""
-        owners = [load_owned(self._records, Model, model_id, caller).owner for model_id in metrics]
-        self._quotas.take(caller, *owners)
-        for model_id, found in metrics.items():
-            self._records.record(model_id, found)
+        """Keeps metrics that the caller recorded, by run, except those of runs that the caller does not see: one that
+        is gone costs the others nothing. Raises NotFound if the caller sees none of the runs, Forbidden for one that
+        the caller may only view, and TooManyRequests; then none is kept. Raises Unavailable."""
+        owners: dict[str, str] = {}
+        for model_id in metrics:
+            with suppress(NotFound):
+                owners[model_id] = load_owned(self._records, Model, model_id, caller).owner
+        if not owners:
+            raise missing(Model, next(iter(metrics)))
+        self._quotas.take(caller, *owners.values())
+        for model_id in owners:
+            self._records.record(model_id, metrics[model_id])
 
     def list_checkpoints(self, model_id: str, caller: Caller) -> list[dict[str, Any]]:
         """A run's checkpoints, newest first; of another project's run only the public ones. Raises NotFound for a run
