@@ -12,6 +12,7 @@ from functools import wraps
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
+import redis
 from flask import Flask, Request, Response, current_app, g, request
 from flask_smorest import Blueprint
 from marshmallow import EXCLUDE, Schema, ValidationError, fields, pre_load, validate
@@ -20,7 +21,7 @@ from webargs.flaskparser import FlaskParser, is_json_request
 from werkzeug.datastructures import Headers
 
 from app.domain.accounts import Caller, Scope
-from app.errors import Forbidden, Unauthorized
+from app.errors import Forbidden, Unauthorized, Unavailable
 from app.services.container import Services
 from app.settings import Settings
 from app.stores.redis.types import Future
@@ -44,6 +45,8 @@ UNPACKED_AT_ONCE = 8
 zstd become so many bytes, and a parsed batch takes a multiple of them."""
 _SMALL_VALUES = 2**15
 """Most JSON values in a body without a batch or a prompt. Schemas take 5 us for each."""
+_POLL = "futures.retrieve_future"
+"""The endpoint that the SDK polls without a pause. Its poll of all samples (retrieve_futures) pauses by itself."""
 _unpacked = ByteBudget()
 _IN_PATH = re.compile(r"<(?:\w+:)?(\w+)>")
 
@@ -122,7 +125,7 @@ def add_hooks(app: Flask, public: Set[str]) -> None:
         found = suspension()
         g.started = found.began if found is not None and found.is_over else time.perf_counter()
         if public.isdisjoint((request.endpoint, request.blueprint)):
-            g.caller = services().authenticator(credential(request.headers))
+            g.caller = _find_caller()
         tracer = services().tracer
         if tracer and request.method == "POST" and request.url_rule:
             parent = request.headers.get("traceparent", "")
@@ -137,6 +140,20 @@ def add_hooks(app: Flask, public: Set[str]) -> None:
         route = request.url_rule.rule if request.url_rule else "unknown"
         REQUEST_SECONDS.labels(route, response.status_code).observe(time.perf_counter() - g.started)
         return response
+
+
+def _find_caller() -> Caller:
+    """The caller of the current request. A poll whose key cannot be looked up in an outage is held for a moment, as
+    in LongPollLimiter.hold."""
+    try:
+        return services().authenticator(credential(request.headers))
+    except (redis.RedisError, Unavailable):
+        found = suspension()
+        # A poll that was suspended has been held already, and only 8 of these are resumed at a time.
+        if request.endpoint != _POLL or (found is not None and found.is_over):
+            raise
+        with services().poll_limiter.hold(""):  # the project is unknown
+            raise
 
 
 def _began() -> float:

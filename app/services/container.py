@@ -78,6 +78,7 @@ class Services:
     archives: ArchiveService
     copies: CopyService
     uploads: UploadService
+    poll_limiter: LongPollLimiter
     polls: PollService
     batch_polls: BatchPollService
     queue_states: QueueStates
@@ -166,6 +167,7 @@ def build(settings: Settings) -> Services:
         archives=ArchiveService(records, objects, signer, settings.engine.free_disk_bytes),
         copies=CopyService(records, oplog, lifecycle, objects, quotas, sources),
         uploads=UploadService(records, objects, bases, quotas, importer, settings.limits),
+        poll_limiter=poll_limiter,
         polls=PollService(futures, polls, lifecycle.poll),
         batch_polls=BatchPollService(RedisCompletions(client, settings.engine), records, polls, lifecycle.poll),
         queue_states=queue_states,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,6 +204,30 @@ def test_a_state_server_that_is_away_is_a_503_for_polls_too(settings: Settings) 
         answer = client.post(f"{API}/{path}", json=body, headers={"X-API-Key": KEY})
         assert (answer.status_code, answer.json["error"]) == (503, "Unavailable")
         assert float(answer.headers["Retry-After"]) > 0
+
+
+def test_a_poll_whose_account_key_cannot_be_looked_up_is_held_for_a_moment_as_the_sdk_polls_again_at_once(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = RedisSettings(url=f"redis://127.0.0.1:{free_port()}/0")
+    client = create_app(settings.model_copy(update={"redis": away})).test_client()
+    suspension = Suspension(lambda suspension: None)
+    suspension.suspend(0, lambda: None)
+    suspension.end()
+    slept: list[float] = []
+    monkeypatch.setattr("app.services.polling.time", SimpleNamespace(sleep=slept.append))
+
+    def ask(path: str, environ: dict[str, Any] | None = None) -> None:
+        body = {"request_id": "s:train:0:1", "model_id": "s:train:0"}
+        headers = {"X-API-Key": "tml-0123456789ab.secret"}
+        answer = client.post(f"{API}/{path}", json=body, headers=headers, environ_overrides=environ)
+        assert (answer.status_code, answer.json["error"]) == (503, "Unavailable")
+
+    ask("get_info")
+    ask("retrieve_future", {SUSPENSION: suspension})
+    assert not slept, "a poll that was suspended has been held already"
+    ask("retrieve_future")
+    assert slept == [settings.api.poll_hold_s]
 
 
 def test_a_batch_poll_reports_every_end_as_the_sdk_reads_it(api: Api) -> None:
