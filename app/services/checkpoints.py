@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from types import MappingProxyType
 from typing import Any
 
 from app import ids
@@ -85,7 +84,7 @@ class CheckpointService:
         self._quotas.take(caller, checkpoint.owner)
         now = self._records.now()
         expires = None if ttl_seconds is None else now + ttl_seconds
-        self._audit(caller, checkpoint, path, "checkpoint_set_ttl", {"ttl_seconds": ttl_seconds})
+        self._audit(caller, checkpoint, path, "checkpoint_set_ttl", ttl_seconds=ttl_seconds)
         note(self._objects, checkpoint.prefix, "expires_at", now, expires)
         self._update(path, {"expires_at": expires, "expiry_by": OWNER})
 
@@ -99,13 +98,16 @@ class CheckpointService:
         self._update(path, {"public": public})
 
     def delete(self, path: ids.TinkerPath, caller: Caller) -> None:
-        """Deletes a checkpoint: the record and the manifest first, so that no reader finds half a checkpoint. Saves
-        that it replaced expire after it; it stays deleted where that fails. Raises NotFound."""
+        """Deletes a checkpoint: its manifest first, so that no rebuild restores it, and its record last, so that a
+        repeat completes a deletion that broke off. In between it notes that the older saves under this path have
+        expired. If the note cannot be written, the checkpoint is deleted all the same. Raises NotFound, Forbidden, and
+        Unavailable."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
         self._audit(caller, checkpoint, path, "checkpoint_delete", urgent=True)
-        self._records.delete(Checkpoint.namespace, str(path))
         remove_checkpoint(self._objects, checkpoint.prefix)
         expire_older(self._objects, checkpoint.prefix, self._records.now())
+        # A newer save that replaced it meanwhile stays.
+        self._records.delete_same(Checkpoint.namespace, str(path), {"prefix": json.dumps(checkpoint.prefix)})
 
     def urls(self, path: ids.TinkerPath, caller: Caller) -> dict[str, Any]:
         """Signed URLs of an external checkpoint's files. Raises NotFound or BadRequest."""
@@ -122,17 +124,10 @@ class CheckpointService:
             raise missing(Checkpoint, str(path))
 
     def _audit(
-        self,
-        caller: Caller,
-        checkpoint: Checkpoint,
-        path: ids.TinkerPath,
-        event: str,
-        more: audit.About = MappingProxyType({}),
-        *,
-        urgent: bool = False,
+        self, caller: Caller, found: Checkpoint, path: ids.TinkerPath, event: str, *, urgent: bool = False, **more: Any
     ) -> None:
-        about = {"model_id": checkpoint.model_id, "tinker_path": str(path), **more}
-        audit.note(self._records, caller, checkpoint.owner, event, about, urgent=urgent)
+        about = {"model_id": found.model_id, "tinker_path": str(path), **more}
+        audit.note(self._records, caller, found.owner, event, about, urgent=urgent)
 
 
 class CheckpointSearch:

@@ -359,7 +359,7 @@ MUTANTS = (
         "app/services/checkpoints.py",
         "expire_older(self._objects, checkpoint.prefix, self._records.now())",
         "pass",
-        "tests/unit/app/api/test_weights.py"
+        "tests/unit/app/api/test_deletion.py"
         "::test_no_overwritten_save_of_a_deleted_checkpoint_comes_back_into_an_emptied_state_server",
     ),
     Mutant(
@@ -367,14 +367,14 @@ MUTANTS = (
         "app/stores/objects/notes.py",
         "[:_MOST_EXPIRED]",
         "",
-        "tests/unit/app/api/test_weights.py::test_a_deletion_stores_a_bounded_number_of_notes",
+        "tests/unit/app/api/test_deletion.py::test_a_deletion_stores_a_bounded_number_of_notes",
     ),
     Mutant(
         "delete: a disk without room for a note",
         "app/stores/objects/notes.py",
         "except Unavailable as error:",
         "except ZeroDivisionError as error:",
-        "tests/unit/app/api/test_weights.py::test_a_deletion_on_a_full_disk_frees_the_checkpoints_files",
+        "tests/unit/app/api/test_deletion.py::test_a_deletion_on_a_full_disk_frees_the_checkpoints_files",
     ),
     Mutant(
         "imports: files of an attempt that broke off are orphans",

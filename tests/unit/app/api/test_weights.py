@@ -11,12 +11,9 @@ import pytest
 from tinker.types.checkpoints_list_response import CheckpointsListResponse
 from tinker.types.training_run import TrainingRun
 
-from app import ids
 from app.domain import ops
 from app.domain.records import Checkpoint
-from app.errors import Unavailable
 from tests import ssh_keys
-from tests.unit.app.api.test_copies import delete, rebuilt, saved
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api
 
@@ -258,57 +255,6 @@ def test_a_change_of_a_checkpoint_that_is_deleted_meanwhile_finds_none(
     assert refused[0] == 404
     assert refused == change(), "it answers as for a checkpoint that never was"
     assert api.services.records.get(Checkpoint.namespace, path) is None
-
-
-def test_a_deleted_checkpoint_is_gone_with_its_files(api: Api) -> None:
-    model = api.model()
-    api.services.objects.put_new("checkpoints/x/adapter_config.json", b"{}")
-    api.services.objects.put_new("checkpoints/xy/other", b"{}")
-    save_checkpoint(api, model)
-    url = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
-    assert api.client.delete(url, headers={"X-API-Key": api.key}).status_code == 200
-    assert api.client.delete(url, headers={"X-API-Key": api.key}).status_code == 404
-    assert api.services.objects.list("checkpoints/") == ["checkpoints/xy/other"]
-
-
-def test_no_overwritten_save_of_a_deleted_checkpoint_comes_back_into_an_emptied_state_server(
-    api: Api, state_url: str
-) -> None:
-    path = saved(api)
-    run = ids.TinkerPath.parse(path).model_id
-    for seq in (2, 3):
-        saved(api, run, seq)
-    delete(api, path)
-    older = {key.split("/")[-2] for key in api.services.objects.list(f"models/{run}/weights/a/")}
-    assert older == {"1-1", "2-1"}, "a call that loads an older save still finds it"
-    assert path not in rebuilt(api, state_url, emptied=True).checkpoints
-    saved(api, run, 4)
-    assert path in rebuilt(api, state_url, emptied=True).checkpoints
-
-
-def test_a_deletion_stores_a_bounded_number_of_notes(api: Api, state_url: str) -> None:
-    path = saved(api)
-    run = ids.TinkerPath.parse(path).model_id
-    for seq in range(2, 31):
-        saved(api, run, seq)
-    delete(api, path)
-    notes = [key for key in api.services.objects.list(f"models/{run}/weights/a/") if "/expiry-" in key]
-    assert {key.split("/")[-2] for key in notes} == {f"{seq}-1" for seq in range(20, 30)}
-    assert path not in rebuilt(api, state_url, emptied=True).checkpoints
-
-
-def test_a_deletion_on_a_full_disk_frees_the_checkpoints_files(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved(api)
-    run = ids.TinkerPath.parse(path).model_id
-    saved(api, run, 2)
-
-    def full(*_: object) -> bool:
-        raise Unavailable("the disk is full")
-
-    monkeypatch.setattr(type(api.services.objects), "put_new", full)
-    delete(api, path)
-    assert api.get("checkpoints").json["checkpoints"] == []
-    assert {key.split("/")[-2] for key in api.services.objects.list(f"models/{run}/weights/a/")} == {"1-1"}
 
 
 def test_an_external_checkpoint_downloads_without_a_key(api: Api) -> None:

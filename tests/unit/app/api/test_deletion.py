@@ -1,0 +1,106 @@
+"""A deleted checkpoint is gone with its files, and never comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from app import ids
+from app.errors import Unavailable
+from app.stores.objects.folder import FolderStore
+from tests.unit.app.api.test_copies import delete, rebuilt, saved
+from tests.unit.app.api.test_models import save_checkpoint
+from tests.unit.app.conftest import Api
+
+
+def test_a_deleted_checkpoint_is_gone_with_its_files(api: Api) -> None:
+    model = api.model()
+    api.services.objects.put_new("checkpoints/x/adapter_config.json", b"{}")
+    api.services.objects.put_new("checkpoints/xy/other", b"{}")
+    save_checkpoint(api, model)
+    url = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
+    assert api.client.delete(url, headers={"X-API-Key": api.key}).status_code == 200
+    assert api.client.delete(url, headers={"X-API-Key": api.key}).status_code == 404
+    assert api.services.objects.list("checkpoints/") == ["checkpoints/xy/other"]
+
+
+def test_no_overwritten_save_of_a_deleted_checkpoint_comes_back_into_an_emptied_state_server(
+    api: Api, state_url: str
+) -> None:
+    path = saved(api)
+    run = ids.TinkerPath.parse(path).model_id
+    for seq in (2, 3):
+        saved(api, run, seq)
+    delete(api, path)
+    older = {key.split("/")[-2] for key in api.services.objects.list(f"models/{run}/weights/a/")}
+    assert older == {"1-1", "2-1"}, "a call that loads an older save still finds it"
+    assert path not in rebuilt(api, state_url, emptied=True).checkpoints
+    saved(api, run, 4)
+    assert path in rebuilt(api, state_url, emptied=True).checkpoints
+
+
+def test_a_deletion_stores_a_bounded_number_of_notes(api: Api, state_url: str) -> None:
+    path = saved(api)
+    run = ids.TinkerPath.parse(path).model_id
+    for seq in range(2, 31):
+        saved(api, run, seq)
+    delete(api, path)
+    notes = [key for key in api.services.objects.list(f"models/{run}/weights/a/") if "/expiry-" in key]
+    assert {key.split("/")[-2] for key in notes} == {f"{seq}-1" for seq in range(20, 30)}
+    assert path not in rebuilt(api, state_url, emptied=True).checkpoints
+
+
+def test_a_deletion_on_a_full_disk_frees_the_checkpoints_files(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(api)
+    run = ids.TinkerPath.parse(path).model_id
+    saved(api, run, 2)
+
+    def full(*_: object) -> bool:
+        raise Unavailable("the disk is full")
+
+    monkeypatch.setattr(type(api.services.objects), "put_new", full)
+    delete(api, path)
+    assert api.get("checkpoints").json["checkpoints"] == []
+    assert {key.split("/")[-2] for key in api.services.objects.list(f"models/{run}/weights/a/")} == {"1-1"}
+
+
+def test_a_deletion_that_the_object_store_broke_off_is_ended_by_a_repeat_and_no_rebuild_restores_it(
+    api: Api, state_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(api)
+    run = ids.TinkerPath.parse(path).model_id
+    store = type(api.services.objects)
+    works, kept = store.delete, f"models/{run}/weights/a/1-1/adapter_model.safetensors"
+
+    def breaks_off(self: FolderStore, keys: Iterable[str]) -> None:
+        works(self, [key for key in keys if key != kept])
+        raise Unavailable("the object store is away")
+
+    url = f"/api/v1/training_runs/{run}/checkpoints/weights/a"
+    monkeypatch.setattr(store, "delete", breaks_off)
+    assert api.client.delete(url, headers={"X-API-Key": api.key}).status_code == 503
+    assert [one["tinker_path"] for one in api.get("checkpoints").json["checkpoints"]] == [path]
+    monkeypatch.setattr(store, "delete", works)
+    delete(api, path)
+    assert (api.get("checkpoints").json["checkpoints"], api.services.objects.list(f"models/{run}/weights/")) == ([], [])
+    assert path not in rebuilt(api, state_url, emptied=True).checkpoints
+
+
+def test_a_deletion_leaves_the_save_that_replaces_its_checkpoint_meanwhile(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(api)
+    run = ids.TinkerPath.parse(path).model_id
+    store = type(api.services.objects)
+    works = store.delete
+
+    def replaced_behind(self: FolderStore, keys: Iterable[str]) -> None:
+        works(self, keys)
+        saved(api, run, 2)
+
+    monkeypatch.setattr(store, "delete", replaced_behind)
+    delete(api, path)
+    assert [one["tinker_path"] for one in api.get("checkpoints").json["checkpoints"]] == [path]
+    left = {key.split("/")[-2] for key in api.services.objects.list(f"models/{run}/weights/a/")}
+    assert left == {"2-1"}
