@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from marshmallow import fields, validate
+from marshmallow import RAISE, fields, validate
 
 from app.api.base import SdkSchema, counter, current_caller, identifier, metadata, needs, services
 from app.api.base import blueprint as make
@@ -14,7 +14,19 @@ from app.api.futures import Promise
 blueprint = make("models", "Training")
 
 
-class LoraConfig(SdkSchema):
+class Hyperparameters(SdkSchema):
+    """Values that decide what a model learns. An unknown one is refused: if it were dropped, the model would learn
+    something else without a word."""
+
+    class Meta:
+        unknown = RAISE
+
+    error_messages = {  # noqa: RUF012 (marshmallow declares it for instances)
+        "unknown": "This server does not know this field: correct its name, or leave it out."
+    }
+
+
+class LoraConfig(Hyperparameters):
     """The LoRA settings of a model."""
 
     rank = fields.Integer(strict=True, load_default=32)

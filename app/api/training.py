@@ -36,7 +36,7 @@ from app.api.base import blueprint as make
 from app.api.errors import NOT_UNICODE, describe
 from app.api.examples import FORWARD_BACKWARD, OPTIM_STEP, SAVE_WEIGHTS
 from app.api.futures import Promise
-from app.api.models import model_role
+from app.api.models import Hyperparameters, model_role
 from app.domain.ops import AdamParams
 from app.errors import BadRequest, LimitReached, RequestError
 from app.stores.redis.types import RefusalKind
@@ -126,7 +126,7 @@ def forward() -> dict[str, str]:
     return services().training.forward_backward(current_caller(), envelope)
 
 
-class Adam(SdkSchema):
+class Adam(Hyperparameters):
     """The AdamW parameters of optim_step. forward_backward is protobuf and is in app/wire."""
 
     learning_rate = fields.Float(load_default=_ADAM_DEFAULTS.learning_rate)

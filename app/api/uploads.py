@@ -34,7 +34,7 @@ class StartUpload(SdkSchema):
         unknown = RAISE
 
     base_model = identifier()
-    lora_config = fields.Nested(LoraConfig, required=True, unknown=RAISE)
+    lora_config = fields.Nested(LoraConfig, required=True)
     destination_project_id = fields.String(load_default=None, validate=validate.Length(1, 256))
 
 

@@ -35,7 +35,7 @@ from app.services.validation import (
     check_adam,
     check_forward_backward,
     check_loadable,
-    check_optimizer,
+    check_optimizer_params,
     check_recipients,
     check_same_kind,
     check_same_role,
@@ -103,7 +103,7 @@ class TrainingService:
 
     def optim_step(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
         model = load_owned(self._records, Model, asked["model_id"], caller)
-        check_optimizer(asked.get("optimizer_params"))
+        check_optimizer_params(asked.get("optimizer_params"))
         params = AdamParams(**asked["adam_params"])
         check_adam(params)
         return self._admit(caller, model, asked["model_id"], asked["seq_id"], OptimStep(params))

@@ -88,6 +88,13 @@ def check_optimizer(config: Mapping[str, Any] | None) -> None:
         raise BadRequest(f"optimizer {str(kind)[:80]!r} is not supported; use adamw")
 
 
+def check_optimizer_params(params: Mapping[str, Any] | None) -> None:
+    """Rejects the parameters of another optimizer, and AdamW's, whose fields the SDK defines only in adam_params."""
+    check_optimizer(params)
+    if params is not None:
+        raise BadRequest("optimizer_params cannot have the type adamw: send AdamW's values in adam_params")
+
+
 def check_adam(params: AdamParams) -> None:
     """Requires finite settings in the ranges of torch.optim.AdamW. An eps of zero would divide by zero on a zero
     gradient."""

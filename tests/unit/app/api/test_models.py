@@ -4,10 +4,13 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import tinker
 from tinker.types.get_info_response import GetInfoResponse
 
 from app import create_app, ids
 from app.api.base import EXTENSION
+from app.api.models import LoraConfig
+from app.api.training import Adam
 from app.domain import ops
 from app.domain.records import BaseModelInfo, Checkpoint, Worker
 from app.domain.results import Result
@@ -56,6 +59,11 @@ def test_a_seed_of_the_client_is_kept(api: Api) -> None:
     assert op_of(api, model).spec.lora.seed == 11
 
 
+def test_every_hyperparameter_of_the_sdk_is_known() -> None:
+    assert LoraConfig().fields.keys() == tinker.types.LoraConfig.model_fields.keys()
+    assert Adam().fields.keys() == tinker.types.AdamParams.model_fields.keys()
+
+
 def test_a_retried_create_returns_the_original_future(api: Api) -> None:
     body = {"session_id": api.session(), "model_seq_id": 0, "base_model": BASE}
     first, again = api.post("create_model", body), api.post("create_model", body)
@@ -91,6 +99,7 @@ BAD_CREATES = {
     "rank too large": ({"lora_config": {"rank": 129}}, 400, ["rank 129", "128"]),
     "rank no number": ({"lora_config": {"rank": "x"}}, 422, ["lora_config.rank", "'x'"]),
     "rank a fraction": ({"lora_config": {"rank": 1.5}}, 422, ["lora_config.rank", "1.5"]),
+    "unknown LoRA field": ({"lora_config": {"alpha": 8}}, 422, ["lora_config.alpha", "correct its name, or leave it"]),
     "nothing to train": ({"lora_config": {"train_mlp": False, "train_attn": False}}, 400, ["train_attn, train_mlp"]),
     "dimuon": ({"optimizer_config": {"type": "dimuon", "version": 1}}, 400, ["dimuon", "adamw"]),
     "negative seq": ({"model_seq_id": -1}, 422, ["model_seq_id", "-1"]),
