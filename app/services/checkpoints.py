@@ -181,23 +181,23 @@ class CopyService:
     sources: Sources
 
     def copy(self, caller: Caller, asked: Mapping[str, Any], key: str | None, token: str | None = None) -> str:
-        """Copies a checkpoint, and returns the copy's path; a repeat under the same `key` returns the same path.
-        `token`: as in Sources.
+        """Copies a checkpoint, and returns the copy's path; a repeat under the same `key` returns the same path, also
+        when the source is gone. `token`: as in Sources.
 
         Raises NotFound (checkpoint, project, session) or BadRequest.
         """
         path = ids.TinkerPath.parse(asked["source_path"])
         check_ttl(asked["ttl_seconds"])
-        source = self.sources.find(path, caller, token)
         session_id, model_id, project = self._destination(caller, asked, key)
         target = ids.TinkerPath(model_id, path.kind, path.name)
-        metadata = self._metadata(source, caller)
-        if self.records.get(Checkpoint.namespace, str(target)) is not None:
-            self._register(session_id, model_id, project, str(path), source, metadata)
+        if self._is_copy(target, path):
             return str(target)
+        source = self.sources.find(path, caller, token)
+        if asked["session_id"] is None:
+            self._add_session(session_id, project, path, caller)
         with self.quotas.releasing(target):
             self.quotas.reserve(caller, project, target, source.size_bytes)
-            self._register(session_id, model_id, project, str(path), source, metadata)
+            self._register(session_id, model_id, project, str(path), source, self._metadata(source, caller))
             self._check_not_overwritten(model_id, source)
             what = {"model_id": model_id, "tinker_path": str(target), "source_path": str(path)}
             audit.note(self.records, caller, project, "checkpoint_copy", what)
@@ -215,11 +215,18 @@ class CopyService:
             raise BadRequest("send destination_project_id, or session_id and model_seq_id")
         check_writable(caller, project)
         session_id = ids.copy_session_id(project, key)
-        now, name = self.records.now(), f"copy of {asked['source_path']}"
-        session = Session(project, now, display_name=name, user=caller.user)
+        return session_id, ids.model_id(session_id, 0), project
+
+    def _is_copy(self, target: ids.TinkerPath, path: ids.TinkerPath) -> bool:
+        """True if the target is there and is a copy of `path`, which may be gone by now."""
+        run = self.records.find(Model, target.model_id)
+        is_there = self.records.get(Checkpoint.namespace, str(target)) is not None
+        return is_there and run is not None and run.copied_from == str(path)
+
+    def _add_session(self, session_id: str, project: str, path: ids.TinkerPath, caller: Caller) -> None:
+        session = Session(project, self.records.now(), display_name=f"copy of {path}", user=caller.user)
         if self.records.put_new(Session.namespace, session_id, dump(session)):
             self.lifecycle.finish(session_id, "success")
-        return session_id, ids.model_id(session_id, 0), project
 
     def _metadata(self, source: Checkpoint, caller: Caller) -> dict[str, Any]:
         """The metadata of the source's run, if the caller sees the run: it is not published with a checkpoint."""

@@ -183,6 +183,26 @@ def test_a_repeat_of_a_whole_copy_finds_it_after_its_source_was_overwritten(api:
     assert contents(api, path) == FILES
 
 
+@pytest.mark.parametrize("into", ["project", "session"])
+def test_a_repeat_of_a_whole_copy_finds_it_after_its_source_is_gone(api: Api, into: str) -> None:
+    source, session = saved(api), api.session()
+    place = {"session_id": session, "model_seq_id": 0} if into == "session" else {}
+    path = copy(api, source, "whole", **place).json["tinker_path"]
+    delete(api, source)
+    assert copy(api, source, "whole", **place).json == {"tinker_path": path}
+    other = saved(api)
+    delete(api, other)
+    assert copy(api, other, "whole", **place).status_code == 404, "this call made no copy"
+
+
+def test_a_copy_of_nothing_leaves_no_session(api: Api) -> None:
+    source = saved(api)
+    delete(api, source)
+    before = api.get("sessions").json["sessions"]
+    assert copy(api, source, "nothing").status_code == 404
+    assert api.get("sessions").json["sessions"] == before
+
+
 def test_a_copy_that_broke_off_in_an_earlier_version_is_made_whole(
     api: Api, state_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
