@@ -71,8 +71,8 @@ class LongPolls:
     ) -> Found | None:
         """The result of `look`, once that `is_done` or the hold time is over. `id_` is published when there is news.
 
-        None if the poll was suspended: the server makes the same call again, and has its key checked like that of any
-        call. Raises Unauthorized, and the errors of `look`.
+        None if the poll was suspended. The server later runs the same request again from the start, and checks its key
+        again. Raises Unauthorized, and the errors of `look`.
         """
         if suspension is None:
             with self._in_threads.hold(caller.project) as seconds:
@@ -193,9 +193,10 @@ class FutureFinder:
 class LongPollLimiter:
     """Limits and counts long polls. A poll is never refused; above the capacity it is answered sooner.
 
-    The projects that poll now share the capacity equally. A project within its share is also held above the capacity,
-    which others may have filled before: their next polls are held for a moment only, until they are back at their
-    share. Each place of the capacity holds `polls_a_place`.
+    The projects that poll now share the capacity equally. Other projects may have filled the capacity. A project within
+    its share still gets full holds, as long as a quarter of the spare threads is left. The next polls of those above
+    their share are held for a moment at most, until they are back at it. Each place of the capacity holds
+    `polls_a_place`.
     """
 
     def __init__(self, settings: ApiSettings, polls_a_place: int = 1) -> None:

@@ -186,7 +186,7 @@ class TrainingService:
             )
 
     def _repeat(self, model_id: str, seq: int, op: Op, missing: Exception) -> Promise:
-        """The future of the call if it was admitted before. Raises BadRequest for a new call: what it names is
+        """The future of the call if it was admitted before. If the call is new, raises BadRequest with the text of
         `missing`."""
         request_id = self._admission.repeat_of(model_id, seq, op)
         if request_id is None:

@@ -85,8 +85,8 @@ def searched(caller: Caller, owner: Mapping[str, Any], only: Sequence[str] | Non
 
 
 def is_wanted(caller: Caller, owner: Mapping[str, Any], user: str, project: str) -> bool:
-    """True if the `owner` of a search includes the session of this user in this project. A session without a known user
-    is everybody's own who may work in the project."""
+    """True if the `owner` of a search includes the session of this user in this project. If nobody knows who opened a
+    session, it counts as an own session of each member of the project."""
     if owner["type"] == "own":
         return user in ("", caller.user)
     return owner["type"] == "accessible" or not {owner_of(user, project), project}.isdisjoint(owner["owner_urns"])

@@ -1,8 +1,8 @@
 """Makes checkpoints of files that were not written by a worker here. The files were checked before.
 
 The order is that of a copy (app/services/checkpoints.py): the run first, then the files, the manifest, and last the
-record, which makes the checkpoint visible. The run names the content, so an import has one content for ever, and one
-manifest: a rebuild and the record agree.
+record, which makes the checkpoint visible. The run's only seq is computed from its files. So an import never gets other
+files or a second manifest, and a rebuild gives the same record.
 """
 
 from __future__ import annotations

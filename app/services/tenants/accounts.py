@@ -212,8 +212,9 @@ def _named(text: str) -> str:
 
 
 class AccountRecovery:
-    """Account recovery: restores all accounts at once, and only once. A note beside the accounts says that they are
-    there, and it is lost together with them. So unknown keys never reach the object store, however many are tried."""
+    """Account recovery: restores all accounts at once, and only once. A note in the state server says that the accounts
+    are there. If the server loses the accounts, it loses the note too. While the note is there, an unknown key is
+    refused without a look into the object store."""
 
     def __init__(self, accounts: AccountService, store: RedisRecords) -> None:
         self._accounts, self._records = accounts, store
