@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from marshmallow import RAISE, fields, validate
+from marshmallow import RAISE, fields, pre_load, validate
 
 from app.api.base import SdkSchema, counter, current_caller, identifier, metadata, needs, services
 from app.api.base import blueprint as make
@@ -16,7 +17,8 @@ blueprint = make("models", "Training")
 
 class Hyperparameters(SdkSchema):
     """Values that decide what a model learns. An unknown one is refused: if it were dropped, the model would learn
-    something else without a word."""
+    something else without a word. One that is null, false, zero or empty is left out, because a later SDK may always
+    send such a default."""
 
     class Meta:
         unknown = RAISE
@@ -24,6 +26,11 @@ class Hyperparameters(SdkSchema):
     error_messages = {  # noqa: RUF012 (marshmallow declares it for instances)
         "unknown": "This server does not know this field: correct its name, or leave it out."
     }
+
+    @pre_load
+    def leave_out_defaults(self, data: Any, **_: Any) -> Any:
+        known = self.fields
+        return {name: data[name] for name in data if name in known or data[name]} if isinstance(data, Mapping) else data
 
 
 class LoraConfig(Hyperparameters):

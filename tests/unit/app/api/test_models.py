@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import tinker
+from marshmallow import Schema, ValidationError
 from tinker.types.get_info_response import GetInfoResponse
 
 from app import create_app, ids
@@ -62,6 +63,14 @@ def test_a_seed_of_the_client_is_kept(api: Api) -> None:
 def test_every_hyperparameter_of_the_sdk_is_known() -> None:
     assert LoraConfig().fields.keys() == tinker.types.LoraConfig.model_fields.keys()
     assert Adam().fields.keys() == tinker.types.AdamParams.model_fields.keys()
+
+
+@pytest.mark.parametrize("schema", [LoraConfig, Adam])
+def test_a_hyperparameter_of_a_later_sdk_is_refused_only_where_it_is_used(schema: type[Schema]) -> None:
+    for unused in (None, False, 0, 0.0, "", [], {}):
+        assert schema().load({"of_a_later_sdk": unused}) == schema().load({})
+    with pytest.raises(ValidationError, match="does not know this field"):
+        schema().load({"of_a_later_sdk": 1e-3})
 
 
 def test_a_retried_create_returns_the_original_future(api: Api) -> None:
