@@ -4,6 +4,7 @@ files that they are read from.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import threading
@@ -39,6 +40,8 @@ Find = Callable[[str], Path | None]
 _KEPT = ("name", "tool_call_id")
 _IMAGE = {"type": "image"}
 """An image in a message, as chat templates take it."""
+_SHORT_IDS = "length != 9"
+"""The rule of Mistral's templates that refuses the ids of OpenAI and Anthropic, which are longer."""
 
 
 class BaseTokenizer:
@@ -76,6 +79,8 @@ class BaseTokenizer:
         template = self._templates.get(self._which(tools))
         if template is None:
             raise BadRequest("this model has no chat template: complete a text with OpenAI's /completions instead")
+        if _SHORT_IDS in self.template(tools):
+            messages = [_with_short_ids(message) for message in messages]
         return render(template, messages, tools or None, {**(variables or {}), **self._special})
 
     def template(self, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -230,6 +235,23 @@ def render(
         return template.render({**variables, **dict(zip(RENDERED, own, strict=True))})
     except (TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
         raise BadRequest(f"the model's chat template cannot take these messages: {str(error)[:300]}") from None
+
+
+def _with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with ids of tool calls of 9 characters. A call and its result get the same one."""
+    short = dict(message)
+    if "tool_calls" in message:
+        short["tool_calls"] = [
+            {**call, "id": _short_id(call["id"])} if isinstance(call.get("id"), str) else call
+            for call in message["tool_calls"]
+        ]
+    if "tool_call_id" in message:
+        short["tool_call_id"] = _short_id(message["tool_call_id"])
+    return short
+
+
+def _short_id(given: str) -> str:
+    return given if len(given) == 9 else hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 class _Generation(Extension):
