@@ -26,7 +26,7 @@ import redis
 from app.dispatch import TickSender
 from app.domain.records import LAST_WORKERS, LATER_FACTS, READS_GRADIENTS, BaseModelInfo, Demand, Refusal, Worker
 from app.domain.sampling import SampleRequest
-from app.errors import NotReplicated, NoTurnYet
+from app.errors import NotReplicated, NoTurnYet, UserOpError
 from app.services.base_models import TRAINER_ROLES
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
@@ -344,8 +344,9 @@ class Watchdog:
 
 class Probe:
     """Samples one token now and then, while no request runs. A token behind a full batch would show nothing, and an
-    engine that died reports it itself. An engine that sleeps is not woken: it is probed once it `has_gpu_turn`.
-    `gpu_turn` keeps it awake for the probe, and raises NoTurnYet if it has fallen asleep meanwhile."""
+    engine that died reports it itself. A UserOpError shows that the engine works. An engine that sleeps is not woken:
+    it is probed once it `has_gpu_turn`. `gpu_turn` keeps it awake for the probe, and raises NoTurnYet if it has fallen
+    asleep meanwhile."""
 
     def __init__(
         self,
@@ -363,5 +364,6 @@ class Probe:
         is_due = time.monotonic() - self._last > self._every_s
         if is_due and self._has_gpu_turn() and not self._watchdog.busy:
             with suppress(NoTurnYet), self._gpu_turn():
-                self._backend.sample(None, _ONE_TOKEN)
+                with suppress(UserOpError):  # an answer too: the present model, fully fine-tuned, may have diverged
+                    self._backend.sample(None, _ONE_TOKEN)
                 self._last = time.monotonic()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
-from app.errors import ServerOpError
+from app.errors import ServerOpError, UserOpError
 from workers.process import liveness
 from workers.process.gpu_turns import GpuTurns
 from workers.process.liveness import Probe, Watchdog
@@ -18,14 +18,14 @@ from workers.process.liveness import Probe, Watchdog
 class Sampler:
     """Records its requests; fails when the test says so."""
 
-    fails: bool = False
+    error: Exception | None = None
     asked: list[SampleRequest] = field(default_factory=list)
 
     def sample(self, adapter_id: str | None, request: SampleRequest) -> SampleOutput:
         assert adapter_id is None
         self.asked.append(request)
-        if self.fails:
-            raise ServerOpError("the sampler has stopped")
+        if self.error is not None:
+            raise self.error
         return SampleOutput((SampledSequence(np.zeros(1, np.int32), np.zeros(1, np.float32), False),))
 
 
@@ -87,9 +87,19 @@ def test_a_sampler_that_falls_asleep_before_its_probe_is_not_woken_and_its_tick_
 
 
 def test_a_sampler_that_cannot_sample_leaves_its_tick_unanswered(clock: list[float]):
-    sampler, watchdog = Sampler(fails=True), Watchdog(_TickSender(), lambda: True, 30.0, print)
+    stopped = ServerOpError("the sampler has stopped")
+    sampler, watchdog = Sampler(stopped), Watchdog(_TickSender(), lambda: True, 30.0, print)
     tick = Probe(sampler, watchdog, 30.0, lambda: True, nullcontext)
     clock[0] += 31.0
     for _ in range(2):
         with pytest.raises(ServerOpError):
             tick()
+
+
+def test_a_diverged_model_leaves_no_tick_unanswered_and_is_probed_no_more_often(clock: list[float]):
+    sampler = Sampler(UserOpError("the model's logits are not finite"))
+    tick = Probe(sampler, Watchdog(_TickSender(), lambda: True, 30.0, print), 30.0, lambda: True, nullcontext)
+    for _ in range(100):
+        clock[0] += 3.1
+        tick()
+    assert len(sampler.asked) == 10
