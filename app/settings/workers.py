@@ -133,7 +133,10 @@ class SamplerSettings(Section):
         ge=1,
         description="most tokens of these requests, prompt + num_samples * max_tokens each; further ones get 429",
     )
-    concurrency: int = Field(256, ge=1, description="requests that one worker holds at the same time")
+    # vLLM decodes 911 sequences at once on an H100; an eighth more is admitted (workers/sample/admission.py).
+    concurrency: int = Field(
+        1024, ge=1, description="requests that one worker holds at the same time, each in a thread of its own"
+    )
     step_deadline_s: float = Field(
         600.0,
         gt=0,

@@ -18,6 +18,7 @@ _NUMBER_OR_AUTO = {
     "anyOf": [{"exclusiveMinimum": 0, "type": "integer"}, {"const": "auto", "type": "string"}],
     "default": "auto",
 }
+_CONCURRENCY = {"default": 1024, "minimum": 1, "type": "integer"}
 _CHOSEN = {"default": 0, "minimum": 0, "type": "integer"}
 
 CHANGED: dict[str, dict[str, Any]] = {
@@ -32,6 +33,8 @@ CHANGED: dict[str, dict[str, Any]] = {
         **{f"base_models.{section}.activation_checkpointing": _OR_AUTO for section in ("trainer", "full")},
         # It was 64; 0 chooses by the GPU.
         **{f"base_models.{section}.max_batch": _CHOSEN for section in ("sampler", "full_sampler")},
+        # It was 256, which fills no batch of an H100 with requests for one sample.
+        **{f"base_models.{section}.concurrency": _CONCURRENCY for section in ("sampler", "full_sampler")},
         # It was 1024, which keeps no GPU busy.
         **{f"base_models.{section}.micro_batch_tokens": _NUMBER_OR_AUTO for section in ("trainer", "full")},
         # It was 8192, which filled no micro-batch of a narrow model on a GPU.
@@ -43,6 +46,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         **{f"base_models[0].{section}.micro_batch_tokens": "auto" for section in ("trainer", "full")},
         **{f"base_models[0].{section}.merged_tokens": "auto" for section in ("trainer", "full")},
         **{f"base_models[0].{section}.max_batch": 0 for section in ("sampler", "full_sampler")},
+        **{f"base_models[0].{section}.concurrency": 1024 for section in ("sampler", "full_sampler")},
     },
     # A checkpoint's answer also has its base model; a served model's has what adapters cover, and who refuses it.
     "openapi": {

@@ -24,13 +24,15 @@ end
 
 -- part: look_at
 -- The load of a sampler: `room`, the sequences that still fit into its batch (below 0: so many sequences wait for
--- room); `batch`, the sequences of a full batch; `takes`, true if it begins another request. nil when the sampler is
+-- room); `batch`, the sequences of a full batch; `takes`, true if it is given another request. nil when the sampler is
 -- gone, unhealthy, or reads another queue.
 local function look_at(node, queue)
   local found = redis.call('HMGET', 'tinsmith:workers:' .. node, 'queue', 'healthy', 'batch', 'holds')
   if not found[1] or cjson.decode(found[1]) ~= queue or found[2] ~= 'true' then return nil end
   local placed = tonumber(redis.call('HGET', 'tinsmith:placed:' .. queue, node) or 0)
-  return {node = node, room = found[3] - placed, batch = tonumber(found[3]), takes = placed < tonumber(found[4])}
+  local batch, holds = tonumber(found[3]), tonumber(found[4])
+  -- `placed` counts sequences and `holds` requests: a few requests for many sequences each do not fill a sampler.
+  return {node = node, room = batch - placed, batch = batch, takes = placed < math.max(batch, holds)}
 end
 
 -- part: pick

@@ -39,9 +39,11 @@ def samples(client: redis.Redis, records: RedisRecords) -> RedisOpLog:
     return RedisOpLog(client, EngineSettings())
 
 
-def start(records: RedisRecords, *nodes: str, queue: str = QUEUE, healthy: bool = True) -> None:
+def start(
+    records: RedisRecords, *nodes: str, queue: str = QUEUE, healthy: bool = True, batch: int = BATCH, holds: int = HOLDS
+) -> None:
     for node in nodes:
-        worker = Worker("sampler", "base", {}, {}, "", 0.0, healthy, queue, BATCH, HOLDS)
+        worker = Worker("sampler", "base", {}, {}, "", 0.0, healthy, queue, batch, holds)
         records.put(Worker.namespace, node, dump(worker))
 
 
@@ -95,6 +97,14 @@ def test_a_full_sampler_passes_requests_on_and_gets_them_again_once_it_has_room(
 def test_a_request_fills_as_many_places_as_it_has_samples(samples):
     assert admit(samples, 0, sequences=BATCH - 1) == "a"
     assert [admit(samples, seq, sequences=2) for seq in (1, 2)] == ["a", "b"], "one place is enough to begin in"
+
+
+def test_few_requests_for_many_samples_fill_no_sampler_whose_batch_has_room(records, samples):
+    start(records, "a", "b", batch=16, holds=4)
+    assert [admit(samples, seq, sequences=8) for seq in (0, 1)] == ["a", "a"]
+    assert admit(samples, 0, TUNED, sequences=8) == "b"
+    assert admit(samples, 0, OTHER, sequences=8) == "b", "b has room for 8 of its 16"
+    assert admit(samples, 1, OTHER) is None
 
 
 def test_while_no_sampler_has_room_requests_keep_their_affinity_until_it_is_a_batch_behind(client, samples):
