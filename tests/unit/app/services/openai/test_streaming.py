@@ -140,6 +140,13 @@ def test_silence_has_an_end_and_tokens_put_it_off(clock: Clock):
     assert len(script.seen) == 1 + 2 * 2, "it looked until 1,200 s, twice a turn"
 
 
+def test_the_silence_of_a_request_that_is_not_live_has_no_end_but_its_own(clock: Clock):
+    clock.times = [0.0, 601.0, 86_400.0]
+    (output,) = result_stream(Script(*[None] * 4, DONE), Asked(ASKED.request_id, ME, live=False))
+    assert isinstance(output, SampleOutput)
+    assert clock.times == [], "it looked until 86,400 s"
+
+
 def test_a_stream_ends_at_the_next_beat_after_its_key_was_revoked(clock: Clock):
     clock.times = [0.0, 9.0, 11.0]
 
