@@ -1,8 +1,9 @@
-"""A small tokenizer in files, made without transformers: one token per byte, then the special tokens."""
+"""Small tokenizers, made without transformers: one token per byte, or one per letter with a token for each byte."""
 
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,3 +35,13 @@ def byte_tokenizer(folder: Path, template: str = WITH_TOOLS, special: Sequence[s
     config = {"eos_token": END, "bos_token": {"content": BEGIN}, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def letter_tokenizer() -> Tokenizer:
+    """Token i is byte i up to 255, as in Llama 2; 256 is a space, and then follow the letters from a to z."""
+    names = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", *string.ascii_lowercase]
+    core = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[], byte_fallback=True))
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return core

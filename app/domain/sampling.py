@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from app.domain.images import Image
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from tokenizers.decoders import DecodeStream
 
 MAX_TOP = 1024
 """Largest number of most likely tokens at a position that a request may ask for. The pass over the vocabulary costs the
@@ -108,3 +114,45 @@ class SampleOutput:
 
 UNSCORED = -99999.0
 """The SDK reads this value, with token 0, as "no logprob"."""
+
+
+class TokenText:
+    """The text of tokens that come one by one, behind those of `context`.
+
+    `undecoded`: the last tokens, which have no text yet, for instance half a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], *, skip_special_tokens: bool) -> None:
+        self._tokenizer, self._skips = tokenizer, skip_special_tokens
+        self._stream = self._stream_behind(context)
+        self.undecoded: list[int] = []
+
+    def add(self, token: int) -> str:
+        """The text that is certain with this token: its own, and that of `undecoded`."""
+        self.undecoded.append(token)
+        try:
+            text = self._stream.step(self._tokenizer, token)
+        except Exception as error:  # tokenizers raises nothing narrower
+            if not str(error).startswith("Invalid prefix encountered"):
+                raise
+            text = self._without_prefix(token)
+        if text:
+            self.undecoded.clear()
+        return text or ""
+
+    def rest(self) -> str:
+        """The text of `undecoded`."""
+        return self._tokenizer.decode(self.undecoded, skip_special_tokens=self._skips)
+
+    def _without_prefix(self, token: int) -> str:
+        """The text where tokens changed that of tokens before them, which has been returned: a ByteFallback decoder
+        (Llama 2, Mistral, Gemma) makes each byte of a run U+FFFD if the run is not UTF-8 as a whole."""
+        before = self._tokenizer.decode(self.undecoded[:-1], skip_special_tokens=self._skips)
+        # The token is its own context, because a text's first word would lose the space before it.
+        self._stream = self._stream_behind([token])
+        return before + (self._stream.step(self._tokenizer, token) or "")
+
+    def _stream_behind(self, context: Sequence[int]) -> DecodeStream:
+        from tokenizers.decoders import DecodeStream
+
+        return DecodeStream(ids=list(context), skip_special_tokens=self._skips)

@@ -10,17 +10,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest, TokenLogprobs
+from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest, TokenLogprobs, TokenText
 from app.services.openai.streaming import Asked, ResultStream
 from app.services.openai.tokenizer import BaseTokenizer
 from app.stores.redis.completions import TokenChunk
-
-if TYPE_CHECKING:
-    from tokenizers.decoders import DecodeStream
 
 Top = Sequence[tuple[str, float]]
 
@@ -187,7 +183,6 @@ class TextStream:
         self._sent = 0
         self._cut: int | None = None
         self._held: list[TextToken] = []
-        self._undecoded: list[int] = []
         self.count = 0
 
     @property
@@ -214,7 +209,7 @@ class TextStream:
         """The rest of the text. `stopped`: the last token is a stop token, or completed a stop string. With `whole` the
         tokens of the stop are among the tokens."""
         if not self.stopped:
-            self._text += self._tokenizer.decode(self._undecoded) if self._undecoded else ""
+            self._text += self._decoder.rest()
         text = self._pass_on(len(self._text) if self._cut is None else self._cut)
         if whole:
             return Piece(text, self._held)
@@ -225,21 +220,17 @@ class TextStream:
     def _take(self, token: int, logprob: float) -> None:
         self._held.append(TextToken(self.count, token, logprob, len(self._text)))
         self.count += 1
-        text = self._decode(token)
-        if text:
-            self._undecoded.clear()
-            self._text += text
+        self._text += self._decode(token)
         if self._search is not None and self._cut is None:
             self._cut = self._search.add(token, len(self._text))
 
-    def _decode(self, token: int) -> str | None:
+    def _decode(self, token: int) -> str:
         """The text that is certain with this token: its own, and that of earlier tokens which had none yet."""
         if token in self._tags:
-            text = self._tokenizer.decode(self._undecoded) if self._undecoded else ""
+            text = self._decoder.rest()
             self._decoder = _decoder(self._tokenizer, [])
             return text + self._tags[token]
-        self._undecoded.append(token)
-        return self._decoder.step(self._tokenizer.core, token)
+        return self._decoder.add(token)
 
     def _sure(self) -> int:
         """The length of the text that can no longer become part of a stop string."""
@@ -262,7 +253,7 @@ class StopSearch:
     one. The places that it returns are those of the shown text, which has no special tokens."""
 
     def __init__(self, tokenizer: BaseTokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self._core, self._stops = tokenizer.core, stops
+        self._stops = stops
         self._decoder = _decoder(tokenizer, prompt, skip_special_tokens=False)
         self._text = ""
         # Where each token's text ends, in this text and in the shown one.
@@ -272,7 +263,7 @@ class StopSearch:
     def add(self, token: int, shown: int) -> int | None:
         """Adds a token, after which the shown text has `shown` characters. Returns the place of the first stop string
         that ends with it, and keeps the string as `found`; else None."""
-        new = self._decoder.step(self._core, token) or ""
+        new = self._decoder.add(token)
         self._text += new
         self._ends.append(len(self._text))
         self._shown_ends.append(shown)
@@ -300,12 +291,10 @@ def held_back(text: str, marks: Sequence[str]) -> int:
     return next((length for length in lengths if any(mark.startswith(text[-length:]) for mark in marks)), 0)
 
 
-def _decoder(tokenizer: BaseTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> DecodeStream:
-    from tokenizers.decoders import DecodeStream
-
+def _decoder(tokenizer: BaseTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> TokenText:
     context = list(prompt[-_CONTEXT:])
     if tokenizer.core.decode(context, skip_special_tokens=skip_special_tokens).endswith(_UNFINISHED):
         # With this context, the decoder would wait for the end of the character and then return the prompt's text with
         # it.
         context = []
-    return DecodeStream(ids=context, skip_special_tokens=skip_special_tokens)
+    return TokenText(tokenizer.core, context, skip_special_tokens=skip_special_tokens)

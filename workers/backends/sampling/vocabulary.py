@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+from app.domain.sampling import TokenText
 from app.errors import SetupError
 from app.settings import BaseModelSettings
 from workers.models.base_model import explained, local_path, read_config
@@ -22,17 +22,16 @@ class StopText:
     """Finds stop strings in generated text, token by token. Text of the prompt never counts."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: tuple[str, ...]) -> None:
-        self._tokenizer = tokenizer
         # Primed with the prompt, since many tokenizers drop the space of a text's first word. Special tokens are kept:
         # a stop string may be one.
-        self._stream = DecodeStream(ids=seen(tokenizer, prompt), skip_special_tokens=False)
+        self._stream = TokenText(tokenizer, seen(tokenizer, prompt), skip_special_tokens=False)
         self._stops = stops
         self._tail = ""
         self._keep = max(map(len, stops)) - 1
 
     def completes(self, token: int) -> bool:
         """Returns whether `token` completes a stop string."""
-        self._tail += self._stream.step(self._tokenizer, token) or ""
+        self._tail += self._stream.add(token)
         if any(stop in self._tail for stop in self._stops):
             return True
         self._tail = self._tail[-self._keep :] if self._keep else ""
@@ -40,7 +39,7 @@ class StopText:
 
 
 def seen(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
-    """Returns the part of the prompt that primes a DecodeStream: all, or nothing if it ends in half a character.
+    """Returns the part of the prompt that primes a TokenText: all, or nothing if it ends in half a character.
 
     With half a character, the stream would wait for its end and then return the prompt's full text along with it.
     """

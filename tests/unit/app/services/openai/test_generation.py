@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from app.services.openai.generation import TextStream
 from app.services.openai.tokenizer import BaseTokenizer, read
-from tests.tokenizers import BEGIN, END, byte_tokenizer
+from tests.tokenizers import BEGIN, END, byte_tokenizer, letter_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,16 @@ def test_what_is_left_of_half_a_character_is_passed_on_at_the_end(tokenizer: Bas
 def test_a_prompt_that_ends_in_half_a_character_is_no_part_of_the_text(tokenizer: BaseTokenizer):
     prompt = ids(tokenizer, "before 😀")[:-2]
     assert "".join(pieces(TextStream(tokenizer, prompt, []), ids(tokenizer, "after"))) == "after"
+
+
+@pytest.mark.parametrize(("stops", "shown"), [([], "z\ufffd abc"), (["b"], "z\ufffd a")])
+def test_a_text_goes_on_behind_bytes_that_take_back_what_was_shown(stops: list[str], shown: str):
+    core = letter_tokenizer()
+    tokens = [ord("z"), 0x9D, *(core.token_to_id(letter) for letter in "▁abc")]
+    given = pieces(TextStream(BaseTokenizer(core, {}, {}), [], stops), tokens)
+    assert "".join(given) == shown
+    whole = TextStream(BaseTokenizer(core, {}, {}), [], stops)
+    assert whole.push(tokens, [0.0] * len(tokens)).text + whole.finish(stopped=False).text == shown
 
 
 def test_a_stop_string_is_cut_and_no_part_of_it_shown_before(tokenizer: BaseTokenizer):

@@ -4,6 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.models import tiny_qwen3
+from tests.tokenizers import letter_tokenizer
 from workers.backends.sampling.vocabulary import StopText
 
 
@@ -44,3 +45,10 @@ def test_a_prompt_that_ends_in_half_a_character_is_not_searched(tokenizer):
 
 def test_a_special_token_can_be_a_stop_string(tokenizer):
     assert completed_at(tokenizer, ("<|im_end|>",), "ab<|im_end|>") == 3
+
+
+def test_a_stop_string_behind_bytes_that_are_no_character_is_found():
+    core = letter_tokenizer()
+    watch = StopText(core, [], ("\ufffd ab",))
+    tokens = [ord("z"), 0x9D, *(core.token_to_id(letter) for letter in "▁abc")]
+    assert [watch.completes(token) for token in tokens[:5]] == [False, False, False, False, True]
