@@ -6,6 +6,7 @@ With `full`, one fully fine-tuned model at a time replaces the base's weights.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import ServerOpError
 from app.settings import BaseModelSettings
 from workers.backends import devices
-from workers.backends.failures import StallDetector
+from workers.backends.failures import StallDetector, ran_out_of_memory
 from workers.backends.sampling import vocabulary
 from workers.backends.sampling.base import BATCH, Aborted, RequestHandle, check_request
 from workers.backends.sampling.shares import Demand, grant, surplus
@@ -196,7 +197,7 @@ class Engine:
     """Continuous batching of at most `max_batch` sequences. `submit` is safe from any thread.
 
     While several projects want rows, each has its share (shares.py). Sequences of a project above its share are set
-    aside, and go on when rows are free.
+    aside, and go on when rows are free. A prompt for which the memory beside them is too small waits until one ends.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, max_batch: int) -> None:
@@ -204,6 +205,8 @@ class Engine:
         self._device = device
         self._max_batch = max_batch
         self._batch = RunningBatch(model, device)
+        # No job starts until fewer sequences than this are unfinished.
+        self._full_at = math.inf
         self._waiting: deque[Job] = deque()
         self._unfinished: set[Job] = set()
         self._for_idle: deque[tuple[Callable[[], None], Future[None]]] = deque()
@@ -288,6 +291,8 @@ class Engine:
         done.set_result(None)
 
     def _admit(self) -> None:
+        if self._sequences() < self._full_at:
+            self._full_at = math.inf
         while demands := self._demands():
             if taken := surplus(demands, self._max_batch):
                 self._batch.set_aside(taken)
@@ -301,12 +306,16 @@ class Engine:
             elif not resumed:
                 return
 
+    def _sequences(self) -> int:
+        """Returns the number of unfinished sequences, running or set aside."""
+        return len(self._batch.live) + len(self._batch.aside)
+
     def _demands(self) -> dict[str, Demand]:
         """Returns the rows that each project has and wants, in the order of their oldest waiting job; nothing while no
         project waits. A job that ended midway leaves the queue."""
         with self._changed:
             self._waiting = deque(job for job in self._waiting if not job.future.done())
-            waiting = list(self._waiting)
+            waiting = list(self._waiting) if self._full_at == math.inf else []
         aside = self._batch.aside
         if not (waiting or aside):
             return {}
@@ -338,21 +347,40 @@ class Engine:
                 granted[project] -= count
                 if count == job.unstarted:
                     self._waiting.remove(job)
-        return sorted(starting, key=lambda entry: entry[0].adapter_id)
+        return starting
 
     def _start(self, starting: list[tuple[Job, int]]) -> None:
+        """Starts jobs in one pass. If it fails, each runs alone, so that the failing prompt fails no other."""
+        by_adapter = sorted(starting, key=lambda entry: entry[0].adapter_id)
         try:
-            prefilled = prefill(self._model, self._device, [job for job, _ in starting])
+            prefilled = prefill(self._model, self._device, [job for job, _ in by_adapter])
         except torch.AcceleratorError:  # the device is lost, not the request
             raise
         except Exception as error:
             if len(starting) == 1:
-                starting[0][0].fail(error)
+                self._fail_or_put_back(starting[0][0], error)
                 return
-            for entry in starting:  # each alone, so that the failing prompt fails no other
-                self._start([entry])
         else:
-            self._batch.add(starting, prefilled)
+            self._batch.add(by_adapter, prefilled)
+            return
+        # Behind the handler, because the error keeps the tensors of its pass.
+        for place, entry in enumerate(starting):
+            self._start([entry])
+            if self._full_at < math.inf:
+                self._put_back([job for job, _ in starting[place + 1 :]])
+                return
+
+    def _fail_or_put_back(self, job: Job, error: Exception) -> None:
+        if ran_out_of_memory(error) and self._batch.occupied:
+            self._put_back([job])
+            self._full_at = max(1, self._sequences())
+        else:
+            job.fail(error)
+
+    def _put_back(self, jobs: list[Job]) -> None:
+        """Puts jobs in front of all that wait."""
+        with self._changed:
+            self._waiting = deque([*jobs, *(job for job in self._waiting if job not in jobs)])
 
     def _fail_all(self) -> None:
         with self._changed:

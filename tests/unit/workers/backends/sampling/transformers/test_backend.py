@@ -75,6 +75,42 @@ def test_a_prompt_that_cannot_run_fails_alone_though_it_shares_a_pass(sampler):
     assert sampler.healthy()
 
 
+def test_a_prompt_for_which_memory_is_too_small_waits_until_the_others_have_ended(sampler):
+    """What came behind it does not overtake it."""
+    engine, prompts, behind = sampler._engine, [], []
+
+    def run_out(input_ids: torch.Tensor) -> None:
+        if input_ids.shape[1] > 1:
+            fits = not (input_ids == POISON).any() or not engine._batch.live
+            prompts.append((sorted(input_ids[:, 1].tolist()), fits))
+            if not fits:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def come(*_: object) -> None:
+        """Both come between the first two tokens of the long one."""
+        for token in (POISON, 3) if not behind else ():
+            behind.append(pool.submit(sampler.sample, None, ask(1, token)))
+            await_true(lambda: len(engine._waiting) == len(behind), "it waits")
+
+    on_forward(sampler, run_out)
+    with ThreadPoolExecutor(2) as pool:
+        long = sampler.sample(None, ask(1, 2, max_tokens=50), RequestHandle(come))
+        assert [len(future.result(60).sequences[0].tokens) for future in behind] == [6, 6]
+    assert len(long.sequences[0].tokens) == 50
+    assert prompts == [([2], True), ([3, POISON], False), ([POISON], False), ([3, POISON], True)]
+
+
+def test_a_prompt_for_which_memory_is_too_small_alone_fails(sampler):
+    def run_out(input_ids: torch.Tensor) -> None:
+        if input_ids.shape[1] > 1 and (input_ids == POISON).any():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    on_forward(sampler, run_out)
+    with pytest.raises(ServerOpError, match="CUDA out of memory"):
+        sampler.sample(None, ask(1, POISON))
+    assert len(sampler.sample(None, ask(1, 2)).sequences[0].tokens) == 6
+
+
 def test_each_layer_of_a_long_step_shows_that_the_engine_goes_on(sampler, monkeypatch):
     now, stalled = [0.0], []
 

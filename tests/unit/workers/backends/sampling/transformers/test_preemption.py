@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from app.domain.sampling import SampleOutput, SampleRequest
 from app.settings import BaseModelSettings
@@ -105,6 +106,25 @@ def test_a_project_gets_its_share_of_the_rows_and_no_more(bench: Bench):
     assert seen[:2] == [{"first": 2, "second": 2}] * 2
     assert second[0].done()
     assert seen[2]["second"] == 0
+
+
+def test_rows_go_on_though_the_prompt_they_were_set_aside_for_does_not_fit_beside_them(bench: Bench):
+    alone = [bench.begin(project, count, 12).result(60) for project, count in (("one", ROWS), ("two", 1))]
+    refused: list[int] = []
+
+    def run_out(_model: object, _args: object, given: dict[str, Any]) -> None:
+        unfinished = len(bench.engine._batch.live) + len(bench.engine._batch.aside)
+        if given["input_ids"].shape[1] > 1 and unfinished:
+            refused.append(unfinished)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    bench._base.model.register_forward_pre_hook(run_out, with_kwargs=True)
+    short: list[Future[SampleOutput]] = []
+    long = bench.begin("long", ROWS, 12, {10: lambda: short.append(bench.begin("short", 1, 12))})
+    assert_same(long.result(60), alone[0])
+    assert_same(short[0].result(60), alone[1])
+    assert refused == sorted(set(refused), reverse=True), "it is tried again only after a row has ended"
+    assert refused[0] == ROWS
 
 
 def test_rows_go_on_with_the_same_bits_after_they_were_set_aside(bench: Bench):
