@@ -60,9 +60,9 @@ class SampleRunner:
 
     Aborting a request's handle stops the request: when it was cancelled, or when its lease was lost.
 
-    A worker that dies costs each request it has begun one attempt, whichever request killed it. So a worker never runs
-    two requests in their last attempt at once: the request that kills workers ends as failed, and the others do not
-    fail with it.
+    When a worker dies, every request that it had begun loses one attempt, also those that did not cause the death. So a
+    worker never runs two requests in their last attempt at once: the request that kills workers ends as failed, and the
+    others do not fail with it.
 
     `gpu_turn` waits until the sampler may use its GPUs, as long as its block. A request's device time
     begins after the wait.

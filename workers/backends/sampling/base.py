@@ -156,7 +156,8 @@ def create(settings: BaseModelSettings, *, full: bool = False) -> SamplerBackend
 
     `full`: it loads all weights of a model, one model at a time, in the place of the base's weights.
 
-    Raises SetupError when a GPU is asked for that is not there. `open` does when vLLM is asked for and cannot run here.
+    Raises SetupError if the settings name a GPU that this machine does not have. If the settings name vLLM and it
+    cannot run here, `open` raises it instead.
     """
     import torch
 

@@ -19,9 +19,9 @@ same mapping: on a CPU the shapes clash and the engine dies; on a GPU rows silen
 slice is a view, so its start gives its tokens in the batch, and vLLM has the adapter of each of those tokens.
 
 **Logprobs under a grammar.** vLLM masks the logits before it computes a sample's logprobs, so a forced token has the
-logprob 0 instead of the model's own. Here, the mask waits until the logprobs no longer need the logits. Both of its
-samplers are covered: the CPU has the first, a GPU the second. Speculative decoding has a third, so the settings refuse
-it (`SPECULATION`).
+logprob 0 instead of the model's own. Here, the logprobs are computed from logits without the mask. Both of its samplers
+are covered: the CPU has the first, a GPU the second. Speculative decoding has a third, so the settings refuse it
+(`SPECULATION`).
 
 **Unread pieces of a streamed answer**, in the sampler's own process. vLLM joins them into one piece, and keeps each
 position's logprobs in a dict meanwhile. A sampled token that is also among the likeliest is in the dict only once, so

@@ -119,8 +119,8 @@ class PromptInChunks:
     def add(self, begin: int, hidden: Tensor, head: HeadFn) -> Tensor | None:
         """Scores a chunk: hidden states [n, H] of the tokens from `begin` on.
 
-        Returns the scores once, when all are there. Returns None for ever where the engine skipped a needed row: the
-        row was in its cache.
+        Returns the scores once, when all are there. If the engine took a needed row from its cache, it can never be
+        scored: this call and all later ones return None.
         """
         scorer, end = self._scorer, begin + len(hidden)
         if scorer is None or end <= self._next:
@@ -205,8 +205,8 @@ def _install_second(worker: Any) -> None:
 def _is_resumed(batch: Any, i: int, prompt_lens: np.ndarray) -> bool:
     """Returns whether row `i` of the batch was preempted after its first token: its prefill has its output too.
 
-    Its scores went out with that token. It is added anew, and scores that came again would be in a step without a token
-    for the request, of which the scheduler dies.
+    Its scores went out with that token. vLLM adds the request again. If its scores were sent a second time, they would
+    come in a step that has no token for it, and vLLM's scheduler fails then.
     """
     return bool(prompt_lens[batch.idx_mapping_np[i]] < batch.prefill_len_np[i])
 

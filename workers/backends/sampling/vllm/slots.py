@@ -41,8 +41,8 @@ class SequenceSlots:
 
     @asynccontextmanager
     async def slot(self, handle: RequestHandle) -> AsyncIterator[None]:
-        """Waits for a slot, which lasts as long as the block. Once `handle` is aborted, the block begins without
-        one."""
+        """Waits for a slot, which lasts as long as the block. If `handle` is aborted while it waits, the block starts
+        at once, without a slot."""
         project, turn = handle.project, asyncio.Event()
         loop = asyncio.get_running_loop()
         handle.on_abort(lambda: None if loop.is_closed() else loop.call_soon_threadsafe(turn.set))
