@@ -8,14 +8,17 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
 from app.domain.ops import LoraSpec
-from app.settings import BaseModelSettings
+from app.settings import BaseModelSettings, TrainerSettings
 from tests.conformance import training_memory
 from tests.conformance.groups import run_group
 from tests.models import tiny_qwen3
+from tests.parity import architectures
+from tests.parity.reference import relative_error
 from workers.backends.training import backends
 from workers.backends.training.base import Create
 from workers.backends.training.engine import EngineLost
@@ -38,6 +41,19 @@ def test_an_op_too_large_for_memory_fails_alone_and_changes_nothing(tmp_path: Pa
         timeout=DEADLINE_S,
     )
     assert (done.returncode, done.stdout.split("\n")[-2:]) == (0, ["as if never sent", ""]), done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3-moe", "gpt-oss"])
+def test_a_rank_holds_no_weights_of_other_ranks_until_the_backward_pass(case: str, tmp_path: Path) -> None:
+    base = architectures.build(case, tmp_path / "base")
+    trainer = {"backend": "deepspeed", "zero_stage": 3, "ranks": 2, "activation_checkpointing": False}
+    settings = BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer)
+    assert run_group(training_memory.gathered, settings.model_dump_json(), str(tmp_path / "found.npz")) == [0, 0]
+    alone = backends.create(settings.model_copy(update={"trainer": TrainerSettings(backend="torch")}))
+    alone.open()
+    alone.apply({"m": Create(LoraSpec(rank=4, seed=1))})
+    alone.apply({"m": training_memory.GOOD})
+    assert relative_error(np.load(tmp_path / "found.npz"), alone.gradients("m")) < 1e-5
 
 
 def test_a_trainer_ends_when_memory_ran_out_while_deepspeed_brought_weights(

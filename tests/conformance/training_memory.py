@@ -13,7 +13,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from app.domain.ops import ForwardBackward, LoraSpec
 from app.errors import UserOpError
@@ -23,6 +25,7 @@ from tests.parity.datums import batch, supervised
 from workers.backends.training import backends, ranks
 from workers.backends.training.base import Create
 from workers.backends.training.batch_ops import Job
+from workers.backends.training.passes import Pass
 from workers.backends.training.trainer import Trainer
 
 BUDGET = 20_000
@@ -105,6 +108,45 @@ def one_of_two(settings: str, full: str) -> None:
     assert gradients(backend, "large") == gradients(backend, "alone") != before
     backend.shutdown()
     ranks.end()
+
+
+def gathered(settings: str, file: str) -> None:
+    """Runs in both ranks of a group at ZeRO-3. No gathered weight is held between the forward and backward pass, and
+    rank 0 writes the gradient to `file`."""
+    backend = backends.create(BaseModelSettings.model_validate_json(settings))
+    backend.open()
+    freed = _freed_storages()
+    gradient = Pass._hidden_gradient
+
+    def between(*arguments: Any) -> Any:
+        assert len(freed) > 10
+        assert [shape for shape, storage in freed if not storage.expired()] == []
+        return gradient(*arguments)
+
+    Pass._hidden_gradient = between  # type: ignore[method-assign]
+    if os.environ["RANK"] != "0":
+        backend.follow()
+        ranks.end()
+    backend.apply({"m": Create(LoraSpec(rank=4, seed=1))})
+    failure = backend.apply({"m": GOOD})["m"]
+    assert not isinstance(failure, Exception), failure
+    np.savez(file, **backend.gradients("m"))
+    backend.shutdown()
+    ranks.end()
+
+
+def _freed_storages() -> list[tuple[Any, StorageWeakRef]]:
+    """The storages of gathered weights that DeepSpeed lets go of from now on, with the weights' shapes."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    freed, free = [], partition_parameters.free_param
+
+    def noted(weight: Any) -> None:
+        freed.append((weight.ds_shape, StorageWeakRef(weight.data.untyped_storage())))
+        free(weight)
+
+    partition_parameters.free_param = noted
+    return freed
 
 
 def limit_large_passes() -> None:

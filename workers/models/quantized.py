@@ -82,20 +82,26 @@ class QuantizedLinear(nn.Linear):
 def for_product(weight: Tensor | QuantizedWeight) -> Iterator[Tensor]:
     """Yields the tensor of a weight, plain or quantised, for products within the block.
 
-    Where autograd would keep the dequantised tensor, or a view of it, it keeps the codes.
+    Where autograd would keep the dequantised tensor, or a view of it, it keeps the codes. Where it would keep a view of
+    a weight that ZeRO-3 has gathered, it keeps no tensor: DeepSpeed gathers it again for the backward
+    pass, and the view would hold the memory until then.
     """
-    if isinstance(weight, Tensor):
+    if isinstance(weight, Tensor) and not hasattr(weight, "ds_id"):
         yield weight
         return
-    tensor = weight.dequantized()
-    at = tensor.untyped_storage().data_ptr()
+    tensor = plain(weight)
+    at, start = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
 
     def pack(saved: Tensor) -> Any:
         is_view = saved.untyped_storage().data_ptr() == at
-        return (saved.size(), saved.stride(), saved.storage_offset()) if is_view else saved
+        return (saved.size(), saved.stride(), saved.storage_offset() - start) if is_view else saved
 
     def unpack(kept: Any) -> Tensor:
-        return kept if isinstance(kept, Tensor) else weight.dequantized().as_strided(*kept)
+        if isinstance(kept, Tensor):
+            return kept
+        size, stride, offset = kept
+        again = plain(weight).detach()
+        return again.as_strided(size, stride, again.storage_offset() + offset)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield tensor
