@@ -21,8 +21,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import redis
+
 from app.domain.checkpoints import SNAPSHOT, Manifest
-from app.errors import Fenced, NotFound, ServerOpError
+from app.domain.records import Model
+from app.errors import Fenced, NotFound, ServerOpError, TinsmithError
 from app.stores.disk import Disk
 from app.stores.objects.base import check_key, flush_folder
 from app.stores.objects.notes import remove_checkpoint
@@ -66,7 +69,8 @@ class SnapshotPipeline:
     """Writes and uploads snapshots. A failed step is retried, unless a newer snapshot of the model came. The previous
     durable snapshot stays until the next one is durable.
 
-    `clear` is called now and then, when the disk has filled up a little more.
+    `clear` is called now and then before a write, since only it makes room on a full disk. A copy of a model that has a
+    new owner is dropped: on a full disk it would stay in memory.
     """
 
     def __init__(
@@ -106,6 +110,10 @@ class SnapshotPipeline:
         self._uploads.close(_CLOSE_S)
 
     def _write(self, model_id: str, taken: SnapshotCopy) -> None:
+        self._make_room()
+        if not self._is_newest(taken.lease):
+            return
+
         def fill(folder: Path) -> None:
             taken.write(folder)
             transfer.seal(folder, self._saver.describe(folder, taken.lease, taken.seq))
@@ -117,9 +125,21 @@ class SnapshotPipeline:
         self._uploads.put(model_id, PendingUpload(taken.lease, local, taken.durable), at_once=taken.at_once)
         sent = self._uploads.item(model_id)
         self._folder.prune(model_id, local, keep=sent.local if sent is not None else None)
-        if time.monotonic() >= self._clear_at:
+
+    def _make_room(self) -> None:
+        if time.monotonic() < self._clear_at:
+            return
+        self._clear_at = time.monotonic() + _CLEAR_EVERY_S
+        try:
             self._clear()
-            self._clear_at = time.monotonic() + _CLEAR_EVERY_S
+        except (TinsmithError, OSError, redis.RedisError) as error:
+            log.warning("the local snapshots could not be cleared: %s", error)
+
+    def _is_newest(self, lease: Lease) -> bool:
+        """True if the model lives and nobody took its lease later. An evicted model has no lease any more, but its
+        snapshot is still of use until the next owner."""
+        model = self._saver.index.get(Model.namespace, lease.model_id)
+        return model is not None and int(model["epoch"]) == lease.epoch
 
     def _upload(self, model_id: str, written: PendingUpload) -> None:
         manifest = self._verified(model_id, written.local)

@@ -1,0 +1,79 @@
+"""Local snapshots that are of no more use make room, also on a full disk; and waiting copies leave the memory."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from types import SimpleNamespace
+
+import pytest
+import redis
+
+from tests.unit.workers.checkpoints.test_snapshots import local, train
+from tests.unit.workers.conftest import MODEL, Worker, World, await_true
+
+ENDED = "ended:train:0"
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The disk that snapshots are checked against: it has `free` bytes free."""
+    disk = SimpleNamespace(free=2**40)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: disk)
+    return disk
+
+
+def waits_for_disk(worker: Worker) -> bool:
+    return MODEL in worker.snapshots._pipeline._writes._waiting
+
+
+def test_a_full_disk_gets_room_from_models_that_are_no_more(
+    world: World, disk: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    worker = world.worker("a/1", share=math.inf, free_disk_bytes=1)
+    of_ended = world.folder / "a" / "snapshots" / ENDED / "4-1"
+    of_ended.mkdir(parents=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0 if of_ended.exists() else 2**40))
+    train(world, worker, [0])
+    world.await_snapshot(2)
+    assert not of_ended.exists()
+
+
+def test_an_error_while_room_is_made_stops_no_snapshot(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    worker = world.worker("a/1", share=math.inf)
+
+    def fails() -> None:
+        raise redis.ConnectionError
+
+    monkeypatch.setattr(worker.snapshots._pipeline, "_clear", fails)
+    train(world, worker, [0])
+    world.await_snapshot(2)
+    assert "could not be cleared" in caplog.text and "tried again" not in caplog.text
+
+
+def test_a_copy_that_waits_for_the_disk_is_dropped_once_another_trainer_owns_its_model(
+    world: World, disk: SimpleNamespace
+):
+    worker = world.worker("a/1", free_disk_bytes=1)
+    train(world, worker, [0])
+    disk.free = 0
+    worker.owner.evict(MODEL)
+    time.sleep(0.3)
+    assert waits_for_disk(worker), "nobody else has the model yet"
+    world.worker("b/1").owner.own(MODEL)
+    await_true(lambda: not waits_for_disk(worker), "the copy stays in memory")
+    disk.free = 2**40
+    time.sleep(0.3)
+    assert local(world) == []
+
+
+def test_a_copy_of_an_evicted_model_is_written_once_the_disk_has_room(world: World, disk: SimpleNamespace):
+    worker = world.worker("a/1", free_disk_bytes=1)
+    train(world, worker, [0])
+    disk.free = 0
+    worker.owner.evict(MODEL)
+    disk.free = 2**40
+    world.await_snapshot(2)
