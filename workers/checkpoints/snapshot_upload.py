@@ -225,6 +225,7 @@ class SnapshotFolder:
                 self.remove(local)
                 continue
             try:
+                os.utime(local.path)  # `clear` keeps what was used just now
                 yield local, transfer.verify(local.path)
             except (ServerOpError, OSError) as error:
                 log.warning(
@@ -236,6 +237,13 @@ class SnapshotFolder:
         """Removes the snapshots older than `newest`, except `keep`."""
         for local in self._all(model_id):
             if local < newest and local != keep:
+                self.remove(local)
+
+    def clear(self, model_id: str, durable: int, unused_s: float) -> None:
+        """Removes the snapshots behind the seq of the model's durable one, which no owner uses any more, and those at
+        this seq that were neither written nor used for `unused_s`: the object store has them."""
+        for local in self._all(model_id):
+            if local.seq < durable or (local.seq == durable and _unused_for(local.path) > unused_s):
                 self.remove(local)
 
     def remove(self, local: LocalSnapshot) -> None:
@@ -257,6 +265,14 @@ class SnapshotFolder:
         except FileNotFoundError:
             return []
         return [LocalSnapshot(int(m[1]), int(m[2]), path) for path in paths if (m := _NAME.fullmatch(path.name))]
+
+
+def _unused_for(path: Path) -> float:
+    """Seconds since the folder was written or used; 0 for one that is gone meanwhile."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _flush(folder: Path) -> None:

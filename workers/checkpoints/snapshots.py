@@ -208,11 +208,16 @@ class Snapshots:
         self._folder.forget(model_id)
 
     def clear(self) -> None:
-        """Removes from this machine's disk the deleted models, and the durable snapshots of models long unused."""
+        """Removes from this machine's disk the deleted models, the snapshots behind the durable one, and the copies of
+        the durable ones of models long unused."""
         for model_id in self._folder.models():
             model = self._saver.index.get(records.Model.namespace, model_id)
             if model is None or model.get("ended"):
                 self.forget(model_id)
+                continue
+            # Without a track, it is a model of an earlier process, or of another trainer that may share the disk.
+            unused_s = math.inf if model_id in self._tracks else self._unused_s
+            self._folder.clear(model_id, int(model["snapshot_seq"]), unused_s)
         unused = time.monotonic() - self._unused_s
         for model_id, track in list(self._tracks.items()):
             if track.used < unused and track.is_durable:

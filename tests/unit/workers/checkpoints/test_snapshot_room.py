@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import redis
 
-from tests.unit.workers.checkpoints.test_snapshots import local, train
+from app.stores.redis import keys
+from tests.unit.workers.checkpoints.test_snapshots import Shaky, local, train
 from tests.unit.workers.conftest import MODEL, Worker, World, await_true
 
 ENDED = "ended:train:0"
@@ -77,3 +79,54 @@ def test_a_copy_of_an_evicted_model_is_written_once_the_disk_has_room(world: Wor
     worker.owner.evict(MODEL)
     disk.free = 2**40
     world.await_snapshot(2)
+
+
+def test_an_earlier_process_leaves_no_snapshots_of_a_model_that_another_machine_continued(world: World):
+    train(world, world.worker("a/1", share=math.inf), [0])
+    world.await_snapshot(2)
+    restarted = world.worker("a/2")
+    restarted.snapshots.clear()
+    assert local(world) == [2], "it may be restored here"
+    world.client.delete(keys.lease(MODEL))
+    train(world, world.worker("b/1", share=math.inf), [1])
+    world.await_snapshot(4)
+    restarted.snapshots.clear()
+    assert local(world) == []
+
+
+def test_the_copy_of_a_durable_snapshot_that_nobody_used_for_long_makes_room(world: World):
+    train(world, world.worker("a/1", share=math.inf), [0])
+    world.await_snapshot(2)
+    restarted = world.worker("a/2", idle_s=500.0)
+    age(world, 900)
+    restarted.snapshots.clear()
+    assert local(world) == [2]
+    age(world, 1100)
+    train(world, restarted, [1])
+    restarted.snapshots.clear()
+    assert local(world) == [2], "it was restored from here a moment ago"
+    restarted.snapshots._tracks.clear()
+    restarted.snapshots.clear()
+    assert local(world) == [2], "nor does another trainer of this machine remove it"
+    age(world, 1100)
+    restarted.snapshots.clear()
+    assert local(world) == []
+    world.client.delete(keys.lease(MODEL))
+    train(world, world.worker("a/3"), [2])
+
+
+def test_what_only_this_machine_has_stays_however_old_it_is(world: World):
+    store = Shaky(world.folder / "objects")
+    store.away = True
+    train(world, world.worker("a/1", share=math.inf, store=store), [0])
+    await_true(lambda: local(world) == [2], "the snapshot is not on the disk")
+    age(world, 10**6)
+    world.worker("a/2", store=store).snapshots.clear()
+    assert local(world) == [2]
+
+
+def age(world: World, seconds: float) -> None:
+    """Makes the snapshots on the disk as old as that."""
+    then = time.time() - seconds
+    for folder in (world.folder / "a" / "snapshots" / MODEL).iterdir():
+        os.utime(folder, (then, then))
