@@ -199,8 +199,12 @@ def fetch(store: ObjectStore, prefix: str, cache_dir: Path, nearby: Nearby = lam
 
 
 def forget(prefix: str, cache_dir: Path) -> None:
-    """Removes a fetched checkpoint from the cache; a missing one is fine. Nobody may be reading its files."""
-    with _lock(cache_dir, prefix), tempfile.TemporaryDirectory(dir=cache_dir, prefix=".gone-") as gone:
+    """Removes a fetched checkpoint from the cache; a missing one is fine. Nobody may be reading its files. Raises
+    OSError; BlockingIOError while a fetch, perhaps of another one, has its lock."""
+    with (
+        _lock(cache_dir, prefix, fcntl.LOCK_EX | fcntl.LOCK_NB),
+        tempfile.TemporaryDirectory(dir=cache_dir, prefix=".gone-") as gone,
+    ):
         try:
             (cache_dir / check_key(prefix)).rename(Path(gone) / "files")
         except FileNotFoundError:
@@ -260,13 +264,13 @@ def _stored_entry(store: ObjectStore, key: str) -> FileEntry:
 
 
 @contextmanager
-def _lock(cache_dir: Path, prefix: str) -> Iterator[None]:
-    """Locks a checkpoint for one thread of one process. Each call opens the file anew, so flock separates threads
-    too."""
+def _lock(cache_dir: Path, prefix: str, how: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Locks a checkpoint for one thread of one process. Each call opens the file anew, so flock separates threads too.
+    One in 256 other checkpoints shares the lock."""
     locks = cache_dir / _LOCKS
     locks.mkdir(parents=True, exist_ok=True)
     with (locks / hashlib.sha256(prefix.encode()).hexdigest()[:2]).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, how)
         yield
 
 

@@ -303,6 +303,8 @@ class AdapterFiles:
                 return
             try:
                 transfer.forget(prefix, self._cache_dir)
+            except BlockingIOError:  # a download has the same lock; all requests would wait for it
+                continue
             except OSError as error:  # renaming fails on a full disk too, and a finished request must keep its result
                 log.warning("could not delete unused adapter files: %s", error)
                 return

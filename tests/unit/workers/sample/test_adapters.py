@@ -33,6 +33,7 @@ from workers.process.fair_queue import FairQueue
 from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
 
 MANY = 24
+WITHIN_S = 30.0
 ABOUT = {"path": "", "generation": "1", "model_id": "m", "owner": "o", "base_model": "b"}
 
 
@@ -144,6 +145,27 @@ def test_files_that_cannot_be_removed_now_fail_no_request_and_go_later(make: Mak
     with adapters.use("b", "me", RequestHandle()):
         pass
     assert not (tmp_path / "cache" / "a").exists()
+
+
+def test_a_download_that_has_the_lock_of_unused_files_delays_no_request(make: Make, tmp_path: Path):
+    """One in 256 adapters has the lock of another. The lock of "a" stands for such a download."""
+    adapters = make(RecordingBackend(), most=1, cache_bytes=0)
+    cache = tmp_path / "cache"
+
+    def use(*prefixes: str) -> None:
+        for prefix in prefixes:
+            with adapters.use(prefix, "me", RequestHandle()):
+                pass
+
+    use("a")
+    with transfer._lock(cache, "a"):
+        requests = threading.Thread(target=use, args=("b", "c"), daemon=True)
+        requests.start()
+        requests.join(WITHIN_S)
+        assert not requests.is_alive(), "a request waits for the download"
+        assert (cache / "a").is_dir() and not (cache / "b").exists()
+    use("b")
+    assert [path.name for path in cache.iterdir() if not path.name.startswith(".")] == ["b"]
 
 
 def test_an_adapter_in_use_is_never_evicted(make: Make):
