@@ -192,8 +192,8 @@ class EngineSettings(Section):
         2**29,
         ge=0,
         description="with less free space on the disk of data_dir or of a folder store, new calls get 503, the store "
-        "takes no files and the disk no saves and snapshots; archives leave it free on the disk of temporary files; 0: "
-        "no such bound",
+        "takes no files and the disk no saves, snapshots and fetched checkpoints; archives leave it free on the disk "
+        "of temporary files; 0: no such bound",
     )
     spill_bytes: int = Field(
         8 * 2**20,

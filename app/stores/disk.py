@@ -1,7 +1,8 @@
 """Keeps a part of each disk free: a full disk ends the embedded state server, and then each of its restarts.
 
-With less than `engine.free_disk_bytes` free, new calls, files of the object store, saves, snapshots and copies for
-downloads stop. The rest is kept for work that must go on, such as the results of admitted calls, and for deletions.
+With less than `engine.free_disk_bytes` free, new calls, files of the object store, saves, snapshots, fetched
+checkpoints and copies for downloads stop. The rest is kept for work that must go on, such as the results of admitted
+calls, and for deletions.
 """
 
 from __future__ import annotations

@@ -199,15 +199,17 @@ class ShmFolder:
                     return folder
         return None
 
-    def take(self, prefix: str, target: Path) -> bool:
-        """Links or copies the files into a new folder. Returns False when they are not here (any more)."""
+    def take(self, prefix: str, target: Path, check_room: transfer.CheckRoom = transfer.has_room) -> bool:
+        """Links or copies the files into a new folder. Returns False when they are not here (any more). Raises what
+        `check_room` raises."""
         source = self.find(prefix)
         if source is None:
             return False
         try:
-            names = [*transfer.transferred(source).files]
+            manifest = transfer.transferred(source)
+            check_room(manifest.size)
             target.mkdir()
-            for name in names:
+            for name in manifest.files:
                 _bring(source / name, target / name)
         except FileNotFoundError:
             shutil.rmtree(target, ignore_errors=True)

@@ -172,19 +172,31 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-Nearby = Callable[[str, Path], bool]
-"""(prefix, folder): creates the folder with a checkpoint's files. Returns False when this machine does not have the
-checkpoint."""
+CheckRoom = Callable[[int], None]
+"""Raises Unavailable when the disk has no room for so many bytes."""
+Nearby = Callable[[str, Path, CheckRoom], bool]
+"""(prefix, folder, check_room): creates the folder with a checkpoint's files. Returns False when this machine does not
+have the checkpoint."""
 
 
-def fetch(store: ObjectStore, prefix: str, cache_dir: Path, nearby: Nearby = lambda prefix, folder: False) -> Path:
+def has_room(size: int) -> None:
+    """A CheckRoom without a bound."""
+
+
+def fetch(
+    store: ObjectStore,
+    prefix: str,
+    cache_dir: Path,
+    nearby: Nearby = lambda prefix, folder, check_room: False,
+    check_room: CheckRoom = has_room,
+) -> Path:
     """Returns a local folder with the checkpoint's files: taken from `nearby`, or downloaded with the manifest, once
     for each `cache_dir`.
 
     The folder appears after every downloaded size and sha256 was verified, however many threads and processes ask for
     it. It stays until `forget`, and is not flushed to the disk: the next process empties the cache. Raises NotFound
     when there is no such checkpoint, ServerOpError when the stored files are damaged, and Unavailable when it cannot be
-    read now, or the local disk is full.
+    read now, the local disk is full, or `check_room` refuses its bytes.
     """
     folder = cache_dir / check_key(prefix)
     if folder.is_dir():
@@ -192,7 +204,7 @@ def fetch(store: ObjectStore, prefix: str, cache_dir: Path, nearby: Nearby = lam
     try:
         with _lock(cache_dir, prefix):
             if not folder.is_dir():
-                _bring(store, prefix, folder, cache_dir, nearby)
+                _bring(store, prefix, folder, cache_dir, nearby, check_room)
     except OSError as error:
         raise Unavailable(f"{prefix} cannot be kept in {cache_dir}: {error.strerror or error}") from error
     return folder
@@ -235,22 +247,25 @@ def _upload(store: ObjectStore, key: str, source: Path, entry: FileEntry) -> Non
         raise Fenced(f"another worker is writing {key}")
 
 
-def _bring(store: ObjectStore, prefix: str, folder: Path, cache_dir: Path, nearby: Nearby) -> None:
+def _bring(
+    store: ObjectStore, prefix: str, folder: Path, cache_dir: Path, nearby: Nearby, check_room: CheckRoom
+) -> None:
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".fetch-") as temporary:
         files = Path(temporary) / "files"
-        if not nearby(prefix, files):
-            _download(store, prefix, files)
+        if not nearby(prefix, files, check_room):
+            _download(store, prefix, files, check_room)
         folder.parent.mkdir(parents=True, exist_ok=True)
         files.rename(folder)
 
 
-def _download(store: ObjectStore, prefix: str, files: Path) -> None:
+def _download(store: ObjectStore, prefix: str, files: Path, check_room: CheckRoom) -> None:
     manifest = read_manifest(store, prefix)
     if strange := [name for name in manifest.files if not _FILE.fullmatch(name)]:
         raise ServerOpError(
             f"the manifest of {prefix} names the file {strange[0][:80]!r}; only safetensors, JSON and "
             "tokenizer files are allowed"
         )
+    check_room(manifest.size)
     for name, expected in manifest.files.items():
         fetch_file(store, f"{prefix}/{name}", files / name, expected)
     seal(files, manifest)

@@ -280,7 +280,7 @@ def _storage(parts: Parts, backend: TrainingBackend, overrides: Overrides) -> tu
     cache, least_free = parts.fresh_cache_folder(), parts.settings.engine.free_disk_bytes
     scratch = Disk("the saves", cache / "saves", least_free)
     saver = Saver(backend, parts.records, parts.store, shm_transfers, parts.limits.checkpoint_ttl_s, scratch)
-    executor = Executor(backend, parts.store, cache / "fetched", saver)
+    executor = Executor(backend, parts.store, Disk("the fetched checkpoints", cache / "fetched", least_free), saver)
     folder = SnapshotFolder(parts.settings.data_dir / "snapshots", parts.node, least_free)
     snapshots = Snapshots(parts.oplog, saver, folder, parts.settings.engine, overrides.rest_s, overrides.latest)
     return executor, snapshots, Restore(parts.oplog, executor, folder, snapshots)
@@ -369,7 +369,8 @@ def _adapters(parts: Parts, serving: Serving[SamplerBackend], fair_queue: FairQu
             parts.records.put_demand(trainer_role(full=serving.full), serving.base.name)
             parts.dispatcher.send(dispatch.CATCH_UP, request_id, place.model_id, trainers)
 
-    nearby, cache, sampler = parts.shm_folder, parts.fresh_cache_folder(), serving.base.sampler
+    nearby, sampler = parts.shm_folder, serving.base.sampler
+    cache = Disk("the fetched adapters", parts.fresh_cache_folder(), parts.settings.engine.free_disk_bytes)
     most_bytes, full = sampler.cache_bytes, serving.full
     files = AdapterFiles(parts.store, parts.records, nearby, cache, most_bytes, request_owner, in_place=full)
     at_a_time = 1 if serving.full else sampler.max_loras

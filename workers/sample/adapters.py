@@ -23,6 +23,7 @@ from pathlib import Path
 
 from app.domain.records import ShmTransfer
 from app.errors import NotFound, ServerOpError, Unavailable
+from app.stores.disk import Disk
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.records import RedisRecords
 from workers.backends.sampling.base import Aborted, RequestHandle, SamplerBackend
@@ -184,7 +185,7 @@ class Missing:
 
 class AdapterFiles:
     """Adapter files on this machine, by object-store prefix. Files in use stay; of the others, the last used stay, up
-    to `most_bytes`.
+    to `most_bytes`, and while the disk of `cache` has room for new ones.
 
     With `in_place` the files in shared memory are used there, and kept there as long as they are in use. That suits all
     weights of a model, whose copy would take seconds. Otherwise they are copied, and leave room there for others.
@@ -198,7 +199,7 @@ class AdapterFiles:
         store: ObjectStore,
         index: RedisRecords,
         transfers: ShmFolder,
-        cache_dir: Path,
+        cache: Disk,
         most_bytes: int,
         request_owner: Callable[[str], None],
         *,
@@ -206,7 +207,7 @@ class AdapterFiles:
     ) -> None:
         self.in_place = in_place
         self._store, self._index, self._transfers = store, index, transfers
-        self._cache_dir, self._most_bytes, self._request_owner = cache_dir, most_bytes, request_owner
+        self._cache, self._most_bytes, self._request_owner = cache, most_bytes, request_owner
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()
         """Bytes of the adapter files on this machine by prefix, the least recently used first."""
@@ -252,7 +253,13 @@ class AdapterFiles:
                 del self._in_use[prefix], self._fetching[prefix]
                 if prefix in self._readings:
                     self._readings.pop(prefix)[1].close()
-            self._forget_unused()
+            self._forget_unused(lambda: sum(self._sizes.values()) <= self._most_bytes)
+
+    def _make_room(self, size: int) -> None:
+        """Raises Unavailable when the disk has no room for so many bytes, even without the unused files."""
+        with self._lock:
+            self._forget_unused(lambda: not self._cache.shortage(size))
+        self._cache.check(size)
 
     def _fetch(self, prefix: str) -> Path:
         """Fetches the files. If they are missing and their shared-memory transfer is on record, waits for them or puts
@@ -284,7 +291,7 @@ class AdapterFiles:
         return self._readings[prefix][0]
 
     def _copied(self, prefix: str) -> Path:
-        return transfer.fetch(self._store, prefix, self._cache_dir, self._transfers.take)
+        return transfer.fetch(self._store, prefix, self._cache.folder, self._transfers.take, self._make_room)
 
     def _wait_for(self, prefix: str) -> None:
         now = time.monotonic()
@@ -296,16 +303,16 @@ class AdapterFiles:
             raise Unavailable(f"{prefix} is not in the object store yet")
         time.sleep(_POLL_S)
 
-    def _forget_unused(self) -> None:
-        surplus = sum(self._sizes.values()) - self._most_bytes
+    def _forget_unused(self, is_enough: Callable[[], bool]) -> None:
+        """Deletes unused files, the least recently used first, until it is enough."""
         for prefix in [prefix for prefix in self._sizes if not self._in_use[prefix]]:
-            if surplus <= 0:
+            if is_enough():
                 return
             try:
-                transfer.forget(prefix, self._cache_dir)
+                transfer.forget(prefix, self._cache.folder)
             except BlockingIOError:  # a download has the same lock; all requests would wait for it
                 continue
             except OSError as error:  # renaming fails on a full disk too, and a finished request must keep its result
                 log.warning("could not delete unused adapter files: %s", error)
                 return
-            surplus -= self._sizes.pop(prefix)
+            del self._sizes[prefix]

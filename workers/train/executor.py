@@ -30,6 +30,7 @@ from app.domain.ops import (
 )
 from app.domain.results import TRAINED, Done, Output
 from app.errors import NotFound, OpError, UserOpError
+from app.stores.disk import Disk
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.types import Entry, Lease
 from app.wire import results
@@ -55,7 +56,7 @@ class Executor:
 
     backend: TrainingBackend
     store: ObjectStore
-    cache_dir: Path
+    cache: Disk
     saver: Saver
 
     def run(self, lease: Lease, entry: Entry, accumulation: GradAccumulation) -> Outcome | DeferredWrite:
@@ -182,11 +183,11 @@ class Executor:
     @contextmanager
     def _fetched(self, prefix: str) -> Iterator[Path]:
         try:
-            yield transfer.fetch(self.store, prefix, self.cache_dir)
+            yield transfer.fetch(self.store, prefix, self.cache.folder, check_room=self.cache.check)
         finally:
             # On a full disk even this may fail. The remaining files are correct, and the next start removes them.
             with suppress(OSError):
-                transfer.forget(prefix, self.cache_dir)
+                transfer.forget(prefix, self.cache.folder)
 
 
 def _fields(lora: LoraSpec | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from app.domain.checkpoints import MANIFEST, UNHASHED
 from app.domain.ops import SaveWeights
 from app.domain.records import Sampler, ShmTransfer
 from app.errors import ServerOpError, Unavailable
+from app.stores.disk import Disk
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -71,7 +72,8 @@ def await_upload(world: World) -> None:
 def files(world: World, store: FolderStore, machine: str, asked: Callable[[str], None] = print) -> AdapterFiles:
     """Adapter files of a sampler on a machine of that name."""
     transfers = ShmFolder(world.folder / "handover" / machine, 2**30)
-    return AdapterFiles(store, world.records, transfers, world.folder / "sampler" / machine, 2**30, asked)
+    cache = Disk("the cache", world.folder / "sampler" / machine, 0)
+    return AdapterFiles(store, world.records, transfers, cache, 2**30, asked)
 
 
 def expected(world: World, *seeds: int) -> bytes:

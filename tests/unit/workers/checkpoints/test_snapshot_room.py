@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import redis
 
+from app.errors import Unavailable
 from app.stores.redis import keys
 from tests.unit.workers.checkpoints.test_snapshots import Shaky, local, train
 from tests.unit.workers.conftest import MODEL, Worker, World, await_true
@@ -79,6 +80,18 @@ def test_a_copy_of_an_evicted_model_is_written_once_the_disk_has_room(world: Wor
     worker.owner.evict(MODEL)
     disk.free = 2**40
     world.await_snapshot(2)
+
+
+def test_a_restore_waits_until_the_disk_has_room_for_its_snapshot(world: World, disk: SimpleNamespace):
+    train(world, world.worker("a/1", share=math.inf), [0])
+    world.await_snapshot(2)
+    world.client.delete(keys.lease(MODEL))
+    disk.free = 1
+    other = world.worker("b/1", free_disk_bytes=1)
+    with pytest.raises(Unavailable, match="free_disk_bytes"):
+        other.owner.own(MODEL)
+    disk.free = 2**40
+    other.owner.own(MODEL)
 
 
 def test_an_earlier_process_leaves_no_snapshots_of_a_model_that_another_machine_continued(world: World):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,9 @@ from app.domain.checkpoints import UNHASHED
 from app.domain.ops import LoraSpec
 from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
-from app.errors import ServerOpError, UserOpError
+from app.errors import ServerOpError, Unavailable, UserOpError
 from app.settings import BaseModelSettings
+from app.stores.disk import Disk
 from app.stores.objects.folder import FolderStore
 from app.stores.redis.records import RedisRecords
 from workers.backends.sampling.base import RequestHandle, SamplerBackend
@@ -84,7 +87,7 @@ class CountingStore(FolderStore):
 @pytest.fixture
 def store(tmp_path: Path) -> CountingStore:
     store = CountingStore(tmp_path / "objects")
-    for name in "abc":
+    for name in "abcd":
         folder = tmp_path / name
         folder.mkdir()
         (folder / "adapter.safetensors").write_bytes(name.encode())
@@ -93,14 +96,22 @@ def store(tmp_path: Path) -> CountingStore:
     return store
 
 
+def _write_bytes(folder: Path, name: str) -> None:
+    (folder / "adapter.safetensors").write_bytes(name.encode())
+    transfer.seal(folder, transfer.describe(folder, **ABOUT, lora=LoraSpec(4), seq=1, epoch=1))
+
+
 Make = Callable[..., Adapters]
 
 
 @pytest.fixture
 def make(store: CountingStore, client: redis.Redis, tmp_path: Path) -> Make:
-    def make(backend: SamplerBackend, most: int = 2, at_a_time: int = 2, cache_bytes: int = 2**30) -> Adapters:
+    def make(
+        backend: SamplerBackend, most: int = 2, at_a_time: int = 2, cache_bytes: int = 2**30, least_free: int = 0
+    ) -> Adapters:
         transfers = ShmFolder(tmp_path / "handover", 2**30)
-        files = AdapterFiles(store, RedisRecords(client), transfers, tmp_path / "cache", cache_bytes, print)
+        cache = Disk("the cache", tmp_path / "cache", least_free)
+        files = AdapterFiles(store, RedisRecords(client), transfers, cache, cache_bytes, print)
         return Adapters(backend, files, AdapterScheduler(at_a_time, FairQueue()), most, nullcontext)
 
     return make
@@ -145,6 +156,30 @@ def test_files_that_cannot_be_removed_now_fail_no_request_and_go_later(make: Mak
     with adapters.use("b", "me", RequestHandle()):
         pass
     assert not (tmp_path / "cache" / "a").exists()
+
+
+@pytest.mark.parametrize("nearby", [False, True], ids=["downloaded", "from shared memory"])
+def test_a_nearly_full_disk_gets_room_from_files_that_are_not_in_use_and_takes_no_more(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nearby: bool
+):
+    cache = tmp_path / "cache"
+
+    def files() -> list[str]:
+        return sorted(path.name for path in cache.iterdir() if not path.name.startswith("."))
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=8 - len(files())))
+    adapters = make(RecordingBackend(), most=1, least_free=5)  # an adapter has one byte: there is room for three
+    for prefix in "abc":
+        with adapters.use(prefix, "me", RequestHandle()):
+            pass
+    if nearby:
+        ShmFolder(tmp_path / "handover", 2**30).write("d", lambda folder: _write_bytes(folder, "d"), 1)
+    with adapters.use("d", "me", RequestHandle()):
+        assert files() == ["b", "c", "d"], "the one that was unused for longest makes room"
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=5))
+        with pytest.raises(Unavailable, match="free_disk_bytes"), adapters.use("a", "me", RequestHandle()):
+            pass
+        assert files() == ["c", "d"], "the engine has loaded these two"
 
 
 def test_a_download_that_has_the_lock_of_unused_files_delays_no_request(make: Make, tmp_path: Path):
@@ -253,7 +288,8 @@ def test_a_storm_of_more_adapters_than_fit_gives_each_request_its_own_text(
         sampler.evict(prefix)
     assert len({tuple(tokens) for tokens in alone.values()}) == MANY
     transfers = ShmFolder(tmp_path / "handover", 2**30)
-    files = AdapterFiles(store, RedisRecords(client), transfers, tmp_path / "cache", 0, print)
+    cache = Disk("the cache", tmp_path / "cache", 0)
+    files = AdapterFiles(store, RedisRecords(client), transfers, cache, 0, print)
     adapters = Adapters(sampler, files, AdapterScheduler(2, FairQueue()), 4, nullcontext)
     most = 0
 
@@ -316,7 +352,8 @@ def transfers(tmp_path: Path) -> ShmFolder:
 
 @pytest.fixture
 def in_place(store: CountingStore, client: redis.Redis, transfers: ShmFolder, tmp_path: Path) -> AdapterFiles:
-    return AdapterFiles(store, RedisRecords(client), transfers, tmp_path / "cache", 2**30, print, in_place=True)
+    cache = Disk("the cache", tmp_path / "cache", 0)
+    return AdapterFiles(store, RedisRecords(client), transfers, cache, 2**30, print, in_place=True)
 
 
 def one_model(backend: SamplerBackend, files: AdapterFiles) -> Adapters:

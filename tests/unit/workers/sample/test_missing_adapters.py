@@ -12,6 +12,7 @@ import redis
 from app.domain.ops import LoraSpec
 from app.domain.records import ShmTransfer
 from app.errors import ServerOpError, Unavailable
+from app.stores.disk import Disk
 from app.stores.objects.folder import FolderStore
 from app.stores.redis.records import RedisRecords, dump
 from tests.unit.workers.sample.test_adapters import ABOUT
@@ -32,7 +33,8 @@ class World:
     def __post_init__(self) -> None:
         self.records, self.store = RedisRecords(self.client), FolderStore(self.folder / "objects", "secret", "http://x")
         transfers = ShmFolder(self.folder / "handover", 2**30)
-        self.files = AdapterFiles(self.store, self.records, transfers, self.folder / "cache", 0, self.asked.append)
+        cache = Disk("the cache", self.folder / "cache", 0)
+        self.files = AdapterFiles(self.store, self.records, transfers, cache, 0, self.asked.append)
 
     def lose(self, prefix: str) -> None:
         """The files are on record, and nowhere."""
