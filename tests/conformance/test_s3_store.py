@@ -7,6 +7,7 @@ import gzip
 import io
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -145,6 +146,62 @@ def test_a_connection_that_breaks_off_before_the_body_leaves_no_object(s3_settin
     assert store.list("cut-off") == []
     assert store.put_new("cut-off", b"whole")
     assert store.read("cut-off") == b"whole"
+
+
+class Unanswered(Proxy):
+    """Ends the connection in place of the answers to some PUTs, which it counts from `count(...)` on."""
+
+    def count(self, *lost: int) -> None:
+        self.puts, self.lost, self.is_next = 0, lost, False
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, left: int | None) -> None:
+        while data := await source.read(2**16):
+            if data.startswith(b"PUT "):
+                self.is_next, self.puts = self.puts in self.lost, self.puts + 1
+            if data.startswith(b"HTTP/") and self.is_next:
+                return
+            sink.write(data)
+            await sink.drain()
+
+
+@pytest.fixture
+def unanswered(s3_settings: StoreSettings) -> Iterator[tuple[S3Store, Unanswered]]:
+    create(Settings(store=s3_settings))
+    with Unanswered(s3_settings.url) as proxy:
+        proxy.count()
+        yield S3Store(s3_settings.model_copy(update={"url": proxy.url})), proxy
+
+
+@pytest.mark.parametrize("as_file", [False, True], ids=["bytes", "file"])
+def test_a_file_whose_first_answer_was_lost_counts_as_stored(
+    unanswered: tuple[S3Store, Unanswered], tmp_path: Path, as_file: bool
+):
+    store, proxy = unanswered
+    (tmp_path / "file").write_bytes(b"content")
+    proxy.count(0)
+    assert store.put_new(f"unanswered/{as_file}", tmp_path / "file" if as_file else b"content")
+    assert proxy.puts == 2
+    assert store.read(f"unanswered/{as_file}") == b"content"
+    assert not store.put_new(f"unanswered/{as_file}", b"content"), "a second call is no repeat of the first"
+
+
+@pytest.mark.parametrize("content", [b"theirs", b"content, and more", b""])
+def test_a_repeat_that_finds_the_file_of_another_stores_nothing(unanswered: tuple[S3Store, Unanswered], content: bytes):
+    store, proxy = unanswered
+    key = f"unanswered/{len(content)}"
+    assert store.put_new(key, content)
+    proxy.count(0)
+    assert not store.put_new(key, b"content")
+    assert proxy.puts == 2
+    assert store.read(key) == content
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_answer_stops_no_start(unanswered: tuple[S3Store, Unanswered], s3_settings: StoreSettings, lost: int):
+    _, proxy = unanswered
+    proxy.count(lost)
+    S3Store(s3_settings.model_copy(update={"url": proxy.url}))
+    assert proxy.puts == 3
 
 
 def test_a_process_may_start_during_an_outage_and_stores_once_it_is_over(s3_settings: StoreSettings):

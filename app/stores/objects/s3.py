@@ -191,7 +191,26 @@ class S3Store:
         data.seek(0)
         checksum = base64.b64encode(md5.digest()).decode()
         headers = {"If-None-Match": "*", "Content-Length": str(size), "Content-MD5": checksum}
-        return self._http.request("PUT", sign("PUT", {}), body=data, headers=headers).status
+        answer = self._http.request("PUT", sign("PUT", {}), body=data, headers=headers)
+        is_repeat = answer.retries is not None and bool(answer.retries.history)
+        if answer.status == 412 and is_repeat and self._holds(key, data):
+            return 200  # an earlier try stored it, and its answer was lost
+        return answer.status
+
+    def _holds(self, key: str, data: BinaryIO) -> bool:
+        """True if the object exists and has these bytes."""
+        data.seek(0)
+        try:
+            stored = self._client.get_object(self._bucket, key)
+        except S3Error as error:
+            if error.code in _MISSING:
+                return False
+            raise
+        try:
+            return bool(stored.read(decode_content=False) == data.read())
+        finally:
+            stored.close()
+            stored.release_conn()
 
     def _open(self, may_be_away: bool) -> None:
         try:
@@ -238,10 +257,10 @@ class S3Store:
             log.warning("cannot remove the parts of interrupted uploads from %s: %s", self._where, error.code)
 
     def _write_twice(self) -> tuple[int, int]:
-        """Creates an object with a unique name twice, and deletes it. Returns both statuses."""
+        """Creates an object with a unique name twice, with different bytes, and deletes it. Returns both statuses."""
         probe = f"{_PROBES}/{uuid.uuid4().hex}"
         try:
-            return self._put(probe, io.BytesIO()), self._put(probe, io.BytesIO())
+            return self._put(probe, io.BytesIO(b"1")), self._put(probe, io.BytesIO(b"2"))
         finally:
             self._client.remove_object(self._bucket, probe)
 
