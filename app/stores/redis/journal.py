@@ -208,8 +208,8 @@ class RedisOpLog(RedisFutures):
         return _entry(seq, request_id, found, self._payloads.get(request_id)) if found else None
 
     def entries(self, model_id: str, seqs: range) -> list[Entry]:
-        """The first of the Ops at these seqs, read together: up to one that is missing, and at most _AT_ONCE Ops, of
-        _AT_ONCE_BYTES of content or one of more. Raises as `entry` does."""
+        """The first of the Ops at these seqs, read together: up to one that is missing or trimmed meanwhile, and at
+        most _AT_ONCE Ops, of _AT_ONCE_BYTES of content or one of more. Raises as `entry` does."""
         requests = [ids.request_id(model_id, seq) for seq in seqs[:_AT_ONCE]]
         with self._redis.pipeline() as pipe:  # one step: content may move to the object store meanwhile
             for request_id in requests:
@@ -226,13 +226,16 @@ class RedisOpLog(RedisFutures):
             found.append((seq, request_id, op, b"spilled" in op or size > 0))
         if not found:
             return []
-        if len(found) == 1:  # its content may be large
-            return [_entry(seq, each, op, self._payloads.get(each)) for seq, each, op, _ in found]
-        contents = cast("list[bytes | None]", self._redis.mget([keys.payload(each) for _, each, *_ in found]))
-        return [
-            _entry(seq, each, op, self._payloads.get(each) if has_content and content is None else content or b"")
-            for (seq, each, op, has_content), content in zip(found, contents, strict=False)
-        ]
+        contents: list[bytes | None] = [None]  # of a single Op, whose content may be large, it is read in pieces
+        if len(found) > 1:
+            contents = cast("list[bytes | None]", self._redis.mget([keys.payload(each) for _, each, *_ in found]))
+        entries = []
+        for (seq, each, op, has_content), content in zip(found, contents, strict=True):
+            payload = self._payloads.get(each) if has_content and content is None else content or b""
+            if has_content and not payload:
+                break
+            entries.append(_entry(seq, each, op, payload))
+        return entries
 
     def commit(
         self,

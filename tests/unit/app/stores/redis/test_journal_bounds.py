@@ -14,7 +14,7 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import dump
-from tests.unit.app.stores.redis.journal_steps import MODEL, admit, own
+from tests.unit.app.stores.redis.journal_steps import MODEL, admit, commit_through, own
 
 MOST_MISSING = MOST_REFUSED = 1024
 LONG, TRIMMED, DOOMED = 2_100, 50, 200
@@ -165,6 +165,29 @@ def test_a_lost_batch_dooms_in_slices_too(oplog):
     for seq in range(1, DOOMED + 20):
         assert oplog.entry(MODEL, seq).doomed == "too long"
         oplog.commit(lease, seq, Result(b"{}", failed=True), why="it was doomed")
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("spilled", [False, True])
+def test_a_replay_reads_no_op_that_is_trimmed_meanwhile(client, tmp_path, monkeypatch, count: int, spilled: bool):
+    store = FolderStore(tmp_path, "", "")
+    oplog = RedisOpLog(client, EngineSettings(), store)
+    oplog.create_model(MODEL, dump(Model("me", "session", "base", 0.0)))
+    for seq in range(count):
+        admit(oplog, seq)
+    lease = own(oplog)
+    commit_through(oplog, lease, count - 1)
+    last = f"{MODEL}:{count - 1}"
+    assert not spilled or RedisPayloads(client, EngineSettings(), store).spill(last)
+    get, mget = oplog._payloads.get, client.mget
+
+    def trimmed_first(read):
+        client.delete(keys.op(last), keys.payload(last))
+        return read
+
+    monkeypatch.setattr(oplog._payloads, "get", lambda each: trimmed_first(get)(each))
+    monkeypatch.setattr(oplog._redis, "mget", lambda names: trimmed_first(mget)(names))
+    assert [entry.seq for entry in oplog.entries(MODEL, range(count))] == list(range(count - 1))
 
 
 def test_a_replay_reads_few_bytes_at_once(client, tmp_path, monkeypatch):
