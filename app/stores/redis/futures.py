@@ -274,7 +274,8 @@ class RedisFutures:
             self._run("note_read", self._kept_s(size), request_id)
         with self._redis.pipeline(transaction=False) as pipe:
             if not is_large:
-                pipe.expire(keys.future(request_id), self._kept_s(size), lt=True)
+                # XX: a sampling request that was admitted again meanwhile has no expiry yet, and must not get one.
+                pipe.expire(keys.future(request_id), self._kept_s(size), xx=True, lt=True)
             if kind == "sample":
                 # A client that polls for all of its requests reads a result only after a poll has named it.
                 pipe.zrem(keys.completed(ids.target_of(request_id)), request_id)

@@ -215,6 +215,24 @@ def test_the_end_of_a_sampler_cancels_its_requests(client, samples, lifecycle):
     assert samples.outcome(other) is None
 
 
+def test_a_request_that_comes_again_while_its_expired_result_is_read_does_not_expire(client, samples, monkeypatch):
+    request = admit(samples, 1)
+    samples.claim_sample(request, "a/1")
+    samples.finish_sample(request, OK)
+    result = samples._result
+
+    def expires_and_comes_again(*call):
+        found = result(*call)
+        client.delete(keys.future(request))
+        admit(samples, 1)
+        return found
+
+    monkeypatch.setattr(samples, "_result", expires_and_comes_again)
+    samples.future(request, {"me"})
+    assert client.hget(keys.future(request), "state") == b"pending"
+    assert client.ttl(keys.future(request)) == -1
+
+
 def test_a_full_server_says_why_and_still_lets_go_of_requests(client, samples, lifecycle):
     assert samples.shortage() == ""
     first, second = admit(samples, 0), admit(samples, 1)
