@@ -51,8 +51,8 @@ _MOST_PASSES = 64
 
 @dataclass(slots=True)
 class Track:
-    """One model since it was restored here. The marks are the payload bytes that its journal had received: now, when
-    the newest snapshot was taken, and when the newest durable snapshot was taken."""
+    """One model since it was restored here. `total`, `taken` and `durable` count payload bytes of the journal: all
+    until now, those until the newest snapshot, and those until the newest durable one."""
 
     next: float
     used: float

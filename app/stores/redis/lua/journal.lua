@@ -22,8 +22,9 @@ end
 -- An entry takes 3 us to doom, and everybody else waits for the server meanwhile.
 local DOOMED_AT_ONCE = 200
 
--- Doom the Ops that wait behind a lost gradient, up to and including the next optim_step: they fail with `reason`. Of
--- many, the last one of a slice has the reason as `dooms`, and its own commit dooms the next slice before that runs.
+-- Doom the Ops that wait behind a lost gradient, up to and including the next optim_step: they fail with `reason`. If
+-- more than DOOMED_AT_ONCE Ops wait, only the first ones are doomed now. The last of them keeps the reason in `dooms`.
+-- When it commits, it dooms the next slice.
 local function doom(model, seq, reason)
   local journal, op = 'tinsmith:journal:' .. model, ''
   local waiting = redis.call('ZRANGEBYSCORE', journal, '(' .. seq, '+inf', 'LIMIT', 0, DOOMED_AT_ONCE)

@@ -14,9 +14,10 @@ local function is_heard(boot, worker)
   return redis.call('EXISTS', life) == 1
 end
 
--- Begin an Op or a sampling request. Each worker that began it before and is missed counts as an attempt. A worker that
--- is alive again was only cut off, and no longer counts. `former` maps these workers to the ms when each was first
--- missed, or to 0. Returns the number of attempts, and 1 if one is of a worker missed for less than a lease, else 0.
+-- Begin an Op or a sampling request. Every earlier worker that began this request and now looks dead counts as one
+-- attempt. If such a worker is heard again, it was only cut off, and its attempt is taken back. `former` maps these
+-- workers to the ms when each was first missed, or to 0. Returns the number of attempts, and 1 if one is of a worker
+-- missed for less than a lease, else 0.
 local function begin(op, worker, lease_ms)
   local found = redis.call('HMGET', op, 'runner', 'former')
   local former, now, more, doubtful = cjson.decode(found[2] or '{}'), now_ms(), 0, 0

@@ -40,10 +40,10 @@ end
 
 -- script: calls_taken flags=allow-oom
 -- needs: now_ms
--- Note the time of this look. Returns the ms for which calls have been taken without a break, as all looks saw it. A
--- break is a look without an API process. Two looks more than UNSEEN_MS apart are one too: the state server or all
--- workers were away, the machine slept, or the clock was set forward. So is a clock that was set back. The looks of
--- one leader and of the next, which waits for the end of a lease of 15 s, are less apart.
+-- Each call of this script is a look. Returns how many ms ago the last break ended. A look that finds no API process is
+-- a break. Two looks more than UNSEEN_MS apart are one too: the state server or all workers were away, the machine
+-- slept, or the clock was set forward. So is a clock that was set back. The looks of one leader and of the next, which
+-- waits for the end of a lease of 15 s, are less apart.
 local UNSEEN_MS = 40000
 local key, now = 'tinsmith:calls_taken', now_ms()
 local found = redis.call('HMGET', key, 'since', 'seen')

@@ -22,10 +22,10 @@ end
 -- To look at one and take it off takes 20 us, and everybody else waits for the server meanwhile.
 local LOOKED_AT_ONCE = 500
 
--- The number of a payer's live runs or sessions, by their list. What begins to be live is listed at once; what ends in
--- silence, with its session, stays until this looks at it and finds it not `live`, or a maintenance task does. So a
--- number up to LOOKED_AT_ONCE is right, and a larger one may include some that just ended. With `most`, nothing is looked
--- at while the list is no longer.
+-- The number of a payer's live runs or sessions, by their list. A new run or session is listed at once. One that expires
+-- stays on the list until this function or a maintenance task checks it and removes it. So a number up to LOOKED_AT_ONCE
+-- is right, and a larger one may include some that just ended. With `most`, nothing is looked at while the list is no
+-- longer.
 local function count_live(list, live, most)
   local listed = redis.call('SCARD', list)
   if most and listed <= most then return listed end

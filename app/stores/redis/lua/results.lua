@@ -15,7 +15,8 @@ local function forget_result(request)
 end
 
 -- part: list_expiry
--- Note when a request's counted result expires. A future that waits for a new result has no expiry: it is left out.
+-- Note when a request's counted result expires. A future that was admitted again has no expiry yet, so it is taken off
+-- the list.
 local function list_expiry(request)
   local at = redis.call('PEXPIRETIME', 'tinsmith:future:' .. request)
   if at >= 0 then
