@@ -174,13 +174,14 @@ def unanswered(s3_settings: StoreSettings) -> Iterator[tuple[S3Store, Unanswered
 
 @pytest.mark.parametrize("as_file", [False, True], ids=["bytes", "file"])
 def test_a_file_whose_first_answer_was_lost_counts_as_stored(
-    unanswered: tuple[S3Store, Unanswered], tmp_path: Path, as_file: bool
+    unanswered: tuple[S3Store, Unanswered], tmp_path: Path, as_file: bool, caplog: pytest.LogCaptureFixture
 ):
     store, proxy = unanswered
     (tmp_path / "file").write_bytes(b"content")
     proxy.count(0)
     assert store.put_new(f"unanswered/{as_file}", tmp_path / "file" if as_file else b"content")
     assert proxy.puts == 2
+    assert "Signature" not in caplog.text
     assert store.read(f"unanswered/{as_file}") == b"content"
     assert not store.put_new(f"unanswered/{as_file}", b"content"), "a second call is no repeat of the first"
 

@@ -72,6 +72,8 @@ class S3Store:
         self._bucket = url.path.strip("/")
         self._where = f"the S3 server {url.scheme}://{url.netloc}"
         options = [*HTTPConnection.default_socket_options, *sockets.OPTIONS]
+        # Its warning of a retry has the signed URL.
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
         self._http = urllib3.PoolManager(timeout=_TIMEOUT, retries=_RETRIES, maxsize=32, socket_options=options)
         self._client = _client(url, settings, self._http)
         self._signer = self._client
