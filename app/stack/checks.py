@@ -153,9 +153,9 @@ def unreachable_links(settings: Settings) -> Iterator[str]:
     """Yields a line if links of the API, such as those of downloads, would name no machine."""
     if settings.api.host in _EVERY_INTERFACE and not settings.api.public_url:
         yield (
-            f"the API listens on every interface, and its links for downloads and the console begin with "
-            f"{settings.public_url}, which is another machine for each client; set api.public_url to an address that "
-            "clients reach, such as http://tinsmith.example.org:8000"
+            "the API listens on every interface, and its links for downloads and the console begin with "
+            f"{settings.public_url}, an address that other machines cannot reach; set api.public_url to one that they "
+            "can, such as http://tinsmith.example.org:8000"
         )
 
 

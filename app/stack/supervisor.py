@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +26,11 @@ _SEARCHED_LINES = 200
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """The limits of restarts. While the stack starts, a process ends the stack when it dies `tries` times: it may load
-    a model for minutes before each death. The pause before a restart doubles from `first_delay_s` to `longest_delay_s`,
-    and begins anew once the stack was ready and a process has lived for `window_s` seconds."""
+    """The limits of restarts. While the stack starts, a process that dies `tries` times in a row ends the stack. The
+    pause before a restart doubles from `first_delay_s` to `longest_delay_s`.
+
+    A life of `window_s` seconds begins both counts anew if the process was ready before: one that never was may load a
+    model for minutes before each death."""
 
     tries: int = 5
     window_s: float = 60.0
@@ -40,14 +42,15 @@ class RestartPolicy:
 
 
 class _Watched:
-    """A child with its history: the time of its start and the machine's out-of-memory kills until then, the number of
-    deaths in a row, the time of its restart, and whether it ended for good."""
+    """A child with its history: the time of its start and the machine's out-of-memory kills until then, whether it was
+    ready, the number of deaths in a row, the time of its restart, and whether it ended for good."""
 
     def __init__(self, child: Child, oom_kills: Callable[[], int]) -> None:
         self.child = child
         self._oom_kills = oom_kills
         self._kills_before = 0
         self.started = 0.0
+        self.was_ready = False
         self.failures = 0
         self.due: float | None = None
         self.ended = False
@@ -116,6 +119,11 @@ class Supervisor:
     def ended(self) -> frozenset[str]:
         """The names of the children that are not started again."""
         return frozenset(watched.child.command.name for watched in self._all() if watched.ended)
+
+    def note_ready(self, names: Collection[str]) -> None:
+        """Notes that the children with these names are ready."""
+        for watched in self._all():
+            watched.was_ready |= watched.child.command.name in names
 
     def run_until(self, condition: Callable[[], bool]) -> bool:
         """Watches and restarts children until the condition holds (True) or a stop is asked for (False).
@@ -191,7 +199,7 @@ class Supervisor:
 
     def _plan_restart(self, watched: _Watched, cause: str, patient: bool) -> None:
         child, now = watched.child, time.monotonic()
-        lived = patient and now - watched.started >= self._policy.window_s
+        lived = (patient or watched.was_ready) and now - watched.started >= self._policy.window_s
         watched.failures = 1 if lived else watched.failures + 1
         if watched.failures >= self._policy.tries and not patient:
             raise TinsmithError(_gave_up(watched, cause))

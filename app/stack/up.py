@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,12 +155,14 @@ def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None], until: 
             if workers <= supervisor.ended:
                 raise SetupError("none of the base models can be served; give another with --base-model NAME=PATH")
             with suppress(redis.RedisError):  # it may be starting again
-                starting.look(bases.workers())
+                ready = _here(bases.workers())
+                supervisor.note_ready(ready)
+                starting.look(ready, supervisor.ended)
             return _is_ready(url)
 
         served = supervisor.run_until(is_ready)
         if served:
-            starting.look(bases.workers())
+            starting.look(_here(bases.workers()), supervisor.ended)
             _say_base_models(plan.settings, bases, say)
             with suppress(OSError):  # nobody reads it any more
                 show(f"ready {url}")
@@ -178,6 +180,12 @@ def _follow_runs(redis_url: str, say: Callable[[str], None], until: threading.Ev
     threading.Thread(target=news.follow, args=(until,), name="news", daemon=True).start()
 
 
+def _here(nodes: Iterable[str]) -> set[str]:
+    """The names of this machine's workers among Celery's node names, name@host."""
+    own = f"@{socket.gethostname()}"
+    return {node.removesuffix(own) for node in nodes if node.endswith(own)}
+
+
 class _Starting:
     """Prints once for each worker that it is ready, and each minute which workers are not."""
 
@@ -186,15 +194,15 @@ class _Starting:
         self._began = time.monotonic()
         self._next_news_s = _NEWS_EVERY_S
 
-    def look(self, live: Iterable[str]) -> None:
-        """`live`: Celery's node names, name@host, of the workers that serve."""
-        for name in sorted(self._missing & {node.removesuffix(f"@{socket.gethostname()}") for node in live}):
+    def look(self, ready: Set[str], ended: Set[str]) -> None:
+        """`ready` and `ended`: the names of the workers that serve, and of those that are not started again."""
+        for name in sorted(self._missing & ready):
             self._say(f"{name} is ready after {time.monotonic() - self._began:.0f} s")
             self._missing.remove(name)
         waited_s = time.monotonic() - self._began
-        if self._missing and waited_s >= self._next_news_s:
+        if (awaited := sorted(self._missing - ended)) and waited_s >= self._next_news_s:
             self._next_news_s += _NEWS_EVERY_S
-            self._say(f"after {waited_s:.0f} s still waiting for {', '.join(sorted(self._missing))}; see its log")
+            self._say(f"after {waited_s:.0f} s still waiting for {', '.join(awaited)}; see its log")
 
 
 def _say_base_models(settings: Settings, bases: BaseModels, say: Callable[[str], None]) -> None:

@@ -34,7 +34,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 def supervise(logs: str, programs: str, ready: str = "", window_s: str = "60", kills: str = "") -> int:
     """Keeps Python programs (JSON: a list of [name, code, argument...]) running; prints `up` when all are started.
 
-    `ready`: not empty for a stack that has been ready. `kills`: the file with the machine's out-of-memory kills.
+    `ready`: "stack" for a stack that has been ready, "child" for one whose programs have. `kills`: the file with the
+    machine's out-of-memory kills.
     """
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
@@ -46,7 +47,9 @@ def supervise(logs: str, programs: str, ready: str = "", window_s: str = "60", k
         with Supervisor(Path(logs), stopping, policy=policy, grace_s=0.5, oom_kills=oom_kills) as supervisor:
             supervisor.start(commands)
             print("up", flush=True)
-            supervisor.run() if ready else supervisor.run_until(lambda: False)
+            if ready == "child":
+                supervisor.note_ready({command.name for command in commands})
+            supervisor.run() if ready == "stack" else supervisor.run_until(lambda: False)
     except TinsmithError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return 3

@@ -93,9 +93,17 @@ def test_a_child_that_dies_after_each_long_start_ends_a_stack_that_is_not_ready(
     assert "TinsmithError: worker ended with code 1, 3 times in a row" in output
 
 
+def test_a_child_that_was_ready_and_lives_for_a_while_before_each_death_does_not_end_the_stack(tmp_path):
+    deaths = tmp_path / "deaths"
+    worker = ("worker", NOTE_PID + "sys.exit(1)", str(deaths))
+    with supervised(tmp_path, worker, ready="child", window_s=0) as process:
+        assert eventually(lambda: len(numbers(deaths)) > 6)
+        assert stop(process) == 0
+
+
 def test_a_child_that_keeps_dying_does_not_end_a_stack_that_was_ready(tmp_path):
     deaths = tmp_path / "deaths"
-    with supervised(tmp_path, ("worker", NOTE_PID + "sys.exit(1)", str(deaths)), ready="ready") as process:
+    with supervised(tmp_path, ("worker", NOTE_PID + "sys.exit(1)", str(deaths)), ready="stack") as process:
         assert eventually(lambda: len(numbers(deaths)) > 6)
         assert stop(process) == 0
 
@@ -107,7 +115,7 @@ def test_a_child_with_a_setup_error_is_started_again_in_a_stack_that_was_ready(t
     """
     starts = tmp_path / "starts"
     refuse = NOTE_PID + "print('worker: no such model'); sys.exit(2)"
-    with supervised(tmp_path, ("worker", refuse, str(starts)), ready="ready") as process:
+    with supervised(tmp_path, ("worker", refuse, str(starts)), ready="stack") as process:
         assert eventually(lambda: len(numbers(starts)) > 6)
         process.terminate()
         _, reports = process.communicate(timeout=120)
@@ -137,7 +145,7 @@ def test_a_restart_that_fails_is_tried_again(tmp_path):
     """The machine may have no room for a process, or the log's folder may be gone for a while."""
     pids, log = tmp_path / "pids", tmp_path / "worker.log"
     failed = f"worker cannot be started: [Errno 21] Is a directory: '{log}'; starting it again in 0.02 s (log: {log})\n"
-    with supervised(tmp_path, ("worker", LOG_BECOMES_A_FOLDER, str(pids), str(log)), ready="yes") as process:
+    with supervised(tmp_path, ("worker", LOG_BECOMES_A_FOLDER, str(pids), str(log)), ready="stack") as process:
         assert [process.stderr.readline() for _ in range(3)][1:] == [failed, failed]
         log.rmdir()
         assert eventually(lambda: len(numbers(pids)) > 1)
@@ -155,7 +163,7 @@ def test_a_child_whose_model_is_unservable_runs_once_and_the_others_go_on(tmp_pa
     runs, deaths = tmp_path / "runs", tmp_path / "deaths"
     refused = NOTE_PID + r"print('worker: no \x1b[1mlinear fits'); sys.exit(3)"
     programs = ("worker", refused, str(runs), "--base", "a"), ("other", NOTE_PID + "sys.exit(1)", str(deaths))
-    with supervised(tmp_path, *programs, ready="yes") as process:
+    with supervised(tmp_path, *programs, ready="stack") as process:
         assert eventually(lambda: len(numbers(deaths)) > 6 and numbers(runs))
         process.send_signal(signal.SIGTERM)
         _, reports = process.communicate(timeout=120)
@@ -166,7 +174,7 @@ def test_a_child_whose_model_is_unservable_runs_once_and_the_others_go_on(tmp_pa
 def test_an_api_whose_processes_cannot_start_is_started_again(tmp_path):
     """gunicorn, which serves no base model, exits with 3 when a process of it cannot load the application."""
     starts = tmp_path / "starts"
-    with supervised(tmp_path, ("api", NOTE_PID + "sys.exit(3)", str(starts)), ready="yes") as process:
+    with supervised(tmp_path, ("api", NOTE_PID + "sys.exit(3)", str(starts)), ready="stack") as process:
         assert eventually(lambda: len(numbers(starts)) > 2)
         assert stop(process) == 0
 

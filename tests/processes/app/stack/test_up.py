@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -242,17 +243,17 @@ def said_of_a_start(data_dir: Path, model: Path, *options: str) -> list[str]:
 def test_each_worker_is_said_to_be_ready_once(capsys):
     starting, here = up._Starting({"trainer-0", "sampler-0"}, up.warn), socket.gethostname()
     for live in ([], ["trainer-0@elsewhere"], [f"trainer-0@{here}"], [f"trainer-0@{here}", f"sampler-0@{here}"]):
-        starting.look(live)
+        starting.look(up._here(live), set())
     assert capsys.readouterr().err.splitlines() == ["trainer-0 is ready after 0 s", "sampler-0 is ready after 0 s"]
 
 
 def test_workers_that_are_not_ready_are_named_each_minute(monkeypatch):
     said: list[str] = []
     passed = iter([0, 59, 61, 61, 119, 121])
-    monkeypatch.setattr(up.time, "monotonic", lambda: next(passed))
-    starting = up._Starting({"trainer-0", "sampler-0"}, said.append)
+    monkeypatch.setattr(up, "time", SimpleNamespace(monotonic=lambda: next(passed)))
+    starting = up._Starting({"trainer-0", "sampler-0", "of-another-base"}, said.append)
     for _ in range(5):
-        starting.look([])
+        starting.look(set(), {"of-another-base"})
     assert said == [f"after {after} s still waiting for sampler-0, trainer-0; see its log" for after in (61, 121)]
 
 
