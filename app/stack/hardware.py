@@ -144,7 +144,12 @@ def _gpu_memory() -> dict[int, _Memory]:
     """The memory by GPU; none without nvidia-smi."""
     try:
         output = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=30).stdout
-        rows = [[int(value) for value in line.split(",")] for line in output.splitlines()]
-        return {number: _Memory(total * 2**20, used * 2**20) for number, total, used in rows}
+        rows = [line.split(",") for line in output.splitlines()]
+        return {int(number): _Memory(int(total) * 2**20, _mebibytes(used)) for number, total, used in rows}
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}
+
+
+def _mebibytes(text: str) -> int:
+    """The bytes of a number of mebibytes, or 0 where nvidia-smi has no number."""
+    return int(text) * 2**20 if text.strip().isdigit() else 0

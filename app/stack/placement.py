@@ -111,6 +111,13 @@ def visible_gpus(environ: Mapping[str, str], driver: Path = NVIDIA_GPUS) -> tupl
     return tuple(int(name) for name in names if name.isdigit())
 
 
+def hides_all_gpus(environ: Mapping[str, str]) -> bool:
+    """True if CUDA_VISIBLE_DEVICES names no GPU, such as '' and -1."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in (listed or "").split(",")]
+    return listed is not None and not any(name.isdigit() or name.startswith(("GPU-", "MIG-")) for name in names)
+
+
 def torch_is_for_cpus() -> bool:
     """True for a CPU build of torch, which uses no GPU."""
     return version("torch").endswith("+cpu")

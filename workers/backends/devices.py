@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from app.errors import SetupError
-from app.stack.placement import NVIDIA_GPUS
+from app.stack.placement import NVIDIA_GPUS, hides_all_gpus
 
 
 def names(kind: str, ranks: int = 1) -> list[str]:
@@ -25,9 +25,10 @@ def names(kind: str, ranks: int = 1) -> list[str]:
 
 
 def check_gpus(driver: Path = NVIDIA_GPUS) -> None:
-    """Checks that a CUDA build of torch can use a GPU where the NVIDIA driver has one and CUDA_VISIBLE_DEVICES is not
-    empty. Raises SetupError with torch's reason: otherwise the worker would use the CPU, and nobody would know."""
-    wanted = torch.version.cuda is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    """Raises SetupError, with torch's reason, if the NVIDIA driver has GPUs and a CUDA build of torch can use none of
+    them. Without this check the worker would use the CPU, and nobody would know. A CUDA_VISIBLE_DEVICES that names no
+    GPU turns it off."""
+    wanted = torch.version.cuda is not None and not hides_all_gpus(os.environ)
     if not wanted or torch.cuda.is_available() or not any(driver.glob("*")):
         return
     try:

@@ -312,15 +312,26 @@ def test_gpus_that_torch_cannot_use_are_wrong_unless_none_is_wanted(
     assert fine.state == OK
 
 
-def test_the_fault_of_torch_is_that_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("raise SetupError('torch cannot use them: too old')", "torch cannot use them: too old"),
+        ("os.abort()", "torch ended with code -6 when it looked for them; see that nvidia-smi answers"),
+        ("time.sleep(60)", "torch did not find them within 5 s; see that nvidia-smi answers"),
+    ],
+    ids=["refuses", "dies", "hangs"],
+)
+def test_the_fault_of_torch_is_that_of_a_worker(
+    tmp_path: Path, does: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert doctor._torch_fault() == ""
+    monkeypatch.setattr(doctor, "_TORCH_S", 5)
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys, types\nfrom app.errors import SetupError\n\n"
-        "def check_gpus():\n    raise SetupError('torch cannot use them: too old')\n\n"
+        f"import os, sys, time, types\nfrom app.errors import SetupError\n\ndef check_gpus():\n    {does}\n\n"
         "sys.modules['workers.backends.devices'] = types.SimpleNamespace(check_gpus=check_gpus)\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    assert doctor._torch_fault() == "torch cannot use them: too old"
+    assert doctor._torch_fault() == said
 
 
 def test_gpus_that_other_programs_use_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,10 @@ def test_gpus_without_an_answer_of_nvidia_smi_have_no_memory_known(driver: Path,
 def test_gpus_that_other_programs_use_come_last(driver: Path):
     assert hardware.emptiest_first((0, 1)) == (1, 0)
     assert hardware.used_bytes() == {0: 40000 * 2**20}, "some hundred MiB are the driver's own"
-    (driver.parent / "bin" / "nvidia-smi").unlink()
+    smi = driver.parent / "bin" / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '0, 81559, [N/A]'\n")
+    assert hardware.emptiest_first((1, 0)) == (1, 0) and hardware.find({}, driver).gpus[0].memory_bytes
+    smi.unlink()
     assert hardware.emptiest_first((3, 1)) == (3, 1)
 
 

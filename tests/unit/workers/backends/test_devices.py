@@ -65,6 +65,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nUpdate it.")
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "0000:00:00.0").mkdir()
@@ -80,8 +81,13 @@ def test_a_driver_that_torch_cannot_use_is_a_setup_error_with_the_reason(driver:
 
 def test_a_cpu_is_used_where_no_gpu_is_there_or_none_is_wanted(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     devices.check_gpus(driver / "0000:00:00.0")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    devices.check_gpus(driver)
+    for none in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        devices.check_gpus(driver)
+    for some in ("0", "-1,2", "GPU-1a", "MIG-2b"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", some)
+        with pytest.raises(SetupError):
+            devices.check_gpus(driver)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.version, "cuda", None)
     devices.check_gpus(driver)
