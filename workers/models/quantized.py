@@ -82,9 +82,9 @@ class QuantizedLinear(nn.Linear):
 def for_product(weight: Tensor | QuantizedWeight) -> Iterator[Tensor]:
     """Yields the tensor of a weight, plain or quantised, for products within the block.
 
-    Where autograd would keep the dequantised tensor, or a view of it, it keeps the codes. Where it would keep a view of
-    a weight that ZeRO-3 has gathered, it keeps no tensor: DeepSpeed gathers it again for the backward
-    pass, and the view would hold the memory until then.
+    Where autograd would keep the dequantised tensor, or a view of it, it keeps the codes. Of a weight that ZeRO-3 has
+    gathered, it keeps only the view's shape: the view would hold the gathered weight in memory until the backward pass,
+    for which DeepSpeed gathers it again.
     """
     if isinstance(weight, Tensor) and not hasattr(weight, "ds_id"):
         yield weight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -188,12 +188,11 @@ class Trainer(ABC):
         return {model_id: results[model_id] for model_id in ops}
 
     def _apply_alone(self, model_id: str, op: Create | Load | DropGradients) -> Output:
-        self._residency.bring(self._states, [model_id])
+        self._bring([model_id])
         try:
             return self._change(model_id, op)
         except Exception as error:
-            alone = self._engine.ranks.size == 1  # several ranks would have to agree
-            if not (alone and ran_out_of_memory(error) and self._residency.keep_only(self._states, [model_id])):
+            if not self._made_room(error, [model_id]):
                 raise
         return self._change(model_id, op)
 
@@ -213,6 +212,21 @@ class Trainer(ABC):
             results |= self._step_together(group)
         return results
 
+    def _bring(self, model_ids: Collection[str]) -> None:
+        """Brings models to the device. If memory is short, all others leave it first."""
+        try:
+            self._residency.bring(self._states, model_ids)
+        except Exception as error:
+            if not self._made_room(error, model_ids):
+                raise
+            self._residency.bring(self._states, model_ids)
+
+    def _made_room(self, error: Exception, model_ids: Collection[str]) -> bool:
+        """If memory ran out in this process, moves all other models to host memory. Returns False if that is of no use.
+        Several ranks would have to agree on it."""
+        short = self._engine.ranks.size == 1 and ran_out_of_memory(error)
+        return short and self._residency.keep_only(self._states, model_ids)
+
     def _groups(self, models: Mapping[str, T]) -> Iterator[dict[str, T]]:
         """As many models at a time as stay on the device."""
         ids, most = list(models), self._settings.trainer.device_models or len(models) or 1
@@ -222,7 +236,7 @@ class Trainer(ABC):
     def _step_together(self, params: Mapping[str, AdamParams]) -> Results:
         """Steps models, each to the bits of its step alone. The host waits for gradient norms that are not known yet
         (one that is not finite refuses its step), and then for those of the stepped weights."""
-        self._residency.bring(self._states, params)
+        self._bring(params)
         states = {model_id: self._states[model_id] for model_id in params}
         found = step_all([state.begin_step(params[model_id]) for model_id, state in states.items()])
         results: Results = {}
@@ -243,7 +257,7 @@ class Trainer(ABC):
     def _forward_backward(self, ops: Mapping[str, ForwardBackward]) -> Results:
         if len(ops) > 1 and self._full:  # the engine holds the weights of one such model at a time
             return self._one_by_one(ops)
-        self._residency.bring(self._states, ops)
+        self._bring(ops)
         jobs = self._run(ops)
         if jobs is None and len(ops) > 1:  # an Op that is too large must not fail the others
             return self._one_by_one(ops)
@@ -348,7 +362,7 @@ class Trainer(ABC):
         return FullFinetuneModels(engine, ComputeCopy(engine), self._settings.path, master_device)
 
     def _export(self, model_id: str) -> Writer:
-        self._residency.bring(self._states, [model_id])
+        self._bring([model_id])
         return self._state(model_id).export()
 
     def _forget(self, model_id: str) -> None:

@@ -21,7 +21,7 @@ from workers.backends.training import backends
 from workers.backends.training.base import GRADIENTS_FILE, Create
 from workers.backends.training.passes import Pass
 from workers.backends.training.ranks import RankGroup, total_norms
-from workers.backends.training.state import NO_FILES, Residency
+from workers.backends.training.state import NO_FILES, AdapterState, Residency
 from workers.backends.training.trainer import Trainer
 from workers.models.adapter import pieces
 
@@ -159,7 +159,7 @@ def test_a_pass_has_no_more_models_than_stay_on_the_device(
     assert sizes == {0: [3], 1: [1, 1, 1], 2: [2, 1]}[most]
 
 
-@pytest.mark.parametrize("call", ["pass", "create"])
+@pytest.mark.parametrize("call", ["pass", "create", "move"])
 def test_memory_that_idle_models_hold_fails_no_call(
     base: Path, tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +170,9 @@ def test_memory_that_idle_models_hold_fails_no_call(
         for model in "ab":
             backend.apply({model: Create(LoraSpec(rank=2, seed=3))})
         with monkeypatch.context() as patch:
-            for owner, method in ((Pass, "run"), (type(backend._models), "fresh")):
+            if call == "move":
+                backend._residency.keep_only(backend._states, "b")
+            for owner, method in ((Pass, "run"), (type(backend._models), "fresh"), (AdapterState, "move")):
                 patch.setattr(owner, method, _short_of_memory(backend, getattr(owner, method), room))
             if call == "create":
                 backend.close("a")
