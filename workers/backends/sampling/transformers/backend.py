@@ -197,7 +197,8 @@ class Engine:
     """Continuous batching of at most `max_batch` sequences. `submit` is safe from any thread.
 
     While several projects want rows, each has its share (shares.py). Sequences of a project above its share are set
-    aside, and go on when rows are free. A prompt for which the memory beside them is too small waits until one ends.
+    aside, and go on when rows are free. If memory is too small to run a prompt beside the running sequences, the prompt
+    waits until one of them ends.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, max_batch: int) -> None:
@@ -205,8 +206,10 @@ class Engine:
         self._device = device
         self._max_batch = max_batch
         self._batch = RunningBatch(model, device)
-        # No job starts until fewer sequences than this are unfinished.
+        # No job starts until fewer sequences than this are unfinished, or the refused job, for which memory was too
+        # small, has ended.
         self._full_at = math.inf
+        self._refused: Job | None = None
         self._waiting: deque[Job] = deque()
         self._unfinished: set[Job] = set()
         self._for_idle: deque[tuple[Callable[[], None], Future[None]]] = deque()
@@ -291,8 +294,8 @@ class Engine:
         done.set_result(None)
 
     def _admit(self) -> None:
-        if self._sequences() < self._full_at:
-            self._full_at = math.inf
+        if self._sequences() < self._full_at or (self._refused is not None and self._refused.future.done()):
+            self._full_at, self._refused = math.inf, None
         while demands := self._demands():
             if taken := surplus(demands, self._max_batch):
                 self._batch.set_aside(taken)
@@ -363,17 +366,17 @@ class Engine:
         else:
             self._batch.add(by_adapter, prefilled)
             return
-        # Behind the handler, because the error keeps the tensors of its pass.
+        # Not in the `except` block: there the error would keep the tensors of the failed pass.
         for place, entry in enumerate(starting):
             self._start([entry])
             if self._full_at < math.inf:
-                self._put_back([job for job, _ in starting[place + 1 :]])
+                self._put_back([job for job, _ in starting[place:]])
                 return
 
     def _fail_or_put_back(self, job: Job, error: Exception) -> None:
         if ran_out_of_memory(error) and self._batch.occupied:
             self._put_back([job])
-            self._full_at = max(1, self._sequences())
+            self._full_at, self._refused = max(1, self._sequences()), job
         else:
             job.fail(error)
 

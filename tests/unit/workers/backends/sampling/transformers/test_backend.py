@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -98,6 +99,38 @@ def test_a_prompt_for_which_memory_is_too_small_waits_until_the_others_have_ende
         assert [len(future.result(60).sequences[0].tokens) for future in behind] == [6, 6]
     assert len(long.sequences[0].tokens) == 50
     assert prompts == [([2], True), ([3, POISON], False), ([POISON], False), ([3, POISON], True)]
+
+
+@pytest.mark.parametrize("cancelled", [False, True], ids=["waits", "cancelled"])
+def test_nobody_overtakes_a_prompt_for_which_memory_is_too_small_unless_it_ends(sampler, cancelled):
+    """A row ends while another one still has the memory."""
+    engine, beside, behind = sampler._engine, {}, []
+    refused = RequestHandle()
+
+    def run_out(input_ids: torch.Tensor) -> None:
+        if input_ids.shape[1] > 1:
+            if (input_ids == POISON).any() and engine._batch.live:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            beside.update(dict.fromkeys(input_ids[:, 1].tolist(), len(engine._batch.live)))
+
+    def come(*_: object) -> None:
+        """They come while both of the others run. Then the refused one may be cancelled."""
+        if len(engine._batch.live) == 2 and not behind:
+            for token, handle in ((POISON, refused), (3, RequestHandle())):
+                behind.append(pool.submit(sampler.sample, None, ask(1, token), handle))
+                await_true(lambda: len(engine._waiting) == len(behind), "it waits")
+        elif cancelled and engine._full_at < math.inf:
+            refused.abort()
+
+    hold(sampler, lambda: len(engine._unfinished) >= 2 or len(beside) >= 2)
+    on_forward(sampler, run_out)
+    with ThreadPoolExecutor(4) as pool:
+        brief = pool.submit(sampler.sample, None, ask(1, 5, max_tokens=20))
+        long = pool.submit(sampler.sample, None, ask(1, 2, max_tokens=60), RequestHandle(come))
+        assert [len(future.result(60).sequences[0].tokens) for future in (brief, long)] == [20, 60]
+        assert len(behind[1].result(60).sequences[0].tokens) == 6
+    assert beside[3] == (2 if cancelled else 0), "the number of rows beside which it started"
+    assert (POISON in beside) is not cancelled
 
 
 def test_a_prompt_for_which_memory_is_too_small_alone_fails(sampler):
