@@ -16,9 +16,8 @@ blueprint = make("models", "Training")
 
 
 class Hyperparameters(SdkSchema):
-    """Values that decide what a model learns. An unknown one is refused: if it were dropped, the model would learn
-    something else without a word. One that is null, false, zero or empty is left out, because a later SDK may always
-    send such a default."""
+    """Values that decide what a model learns. An unknown one is refused, because without it the model would learn
+    something else. A null, false, zero or empty one is ignored: a later SDK may send such a default in every call."""
 
     class Meta:
         unknown = RAISE

@@ -37,7 +37,7 @@ VALUES_EACH_PART = 4
 _FIELDS_EACH_VALUE = 2
 """Most fields of a body for each value that it may hold. A body within the other limits has at most 1.8: a sparse
 tensor is 5 values in 9 fields."""
-_RAISE_VALUES = "a tensor with many empty places as sparse rows, or have limits.json_values raised on the server"
+_RAISE_VALUES = "a tensor with many empty places as sparse rows, or ask the operator to raise limits.json_values"
 _CONTINUED = bytes(range(128, 256))
 """The bytes of a packed number behind which it goes on."""
 

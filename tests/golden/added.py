@@ -64,6 +64,9 @@ CHANGED: dict[str, dict[str, Any]] = {
         "schemas ClientConfig": "7af2017141f647236de2e8459eda44ff06e6362eb4c9f1b299d3f700815a87e9",
         # A recipient can be an SSH key.
         "schemas SaveWeightsExternal": "6ecfe4041b6cd761869bc3514bbb15653f07d2c6f5bdd6898f61c55f740ae221",
+        # An unknown field is refused.
+        "schemas LoraConfig": "d68509e3164670cdcc2713a5b7ee600249a6929c81dc4df2ed07691200c8d43d",
+        "schemas Adam": "50b2ca46332a2cc39d9501eb56f510127d141c95a13a4be0dafca3f7e111a3d8",
         # A message can have the field reasoning.
         "schemas Message": "8c035916e210235250c77486131aba2968a3ccb74cf10b8d49f80d220d22058c",
         # Both can ask for token ids.

@@ -47,7 +47,7 @@ def canary(settings: Settings, state_url: str) -> Api:
 
 def started(settings: Settings, **changes: object) -> Api:
     """An API with canaries as its key and secret."""
-    secrets = {"api_keys": (hash_key(KEY_CANARY),), "url_secret": SECRET_CANARY}
+    secrets = {"api_keys": (hash_key(KEY_CANARY),), "operator_keys": (), "url_secret": SECRET_CANARY}
     app = create_app(settings.model_copy(update={**secrets, **changes}))
     services = app.extensions[EXTENSION]
     for role in ("trainer", "sampler"):

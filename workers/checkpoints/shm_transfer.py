@@ -199,7 +199,7 @@ class ShmFolder:
                     return folder
         return None
 
-    def take(self, prefix: str, target: Path, check_room: transfer.CheckRoom = transfer.has_room) -> bool:
+    def take(self, prefix: str, target: Path, check_room: transfer.CheckRoom = transfer.any_size) -> bool:
         """Links or copies the files into a new folder. Returns False when they are not here (any more). Raises what
         `check_room` raises."""
         source = self.find(prefix)

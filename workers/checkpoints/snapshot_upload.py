@@ -18,6 +18,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -224,8 +225,9 @@ class SnapshotFolder:
                 # lost journal.
                 self.remove(local)
                 continue
-            try:
+            with suppress(OSError):
                 os.utime(local.path)  # `clear` keeps what was used just now
+            try:
                 yield local, transfer.verify(local.path)
             except (ServerOpError, OSError) as error:
                 log.warning(

@@ -179,8 +179,8 @@ Nearby = Callable[[str, Path, CheckRoom], bool]
 have the checkpoint."""
 
 
-def has_room(size: int) -> None:
-    """A CheckRoom without a bound."""
+def any_size(size: int) -> None:
+    """The CheckRoom that accepts every size."""
 
 
 def fetch(
@@ -188,7 +188,7 @@ def fetch(
     prefix: str,
     cache_dir: Path,
     nearby: Nearby = lambda prefix, folder, check_room: False,
-    check_room: CheckRoom = has_room,
+    check_room: CheckRoom = any_size,
 ) -> Path:
     """Returns a local folder with the checkpoint's files: taken from `nearby`, or downloaded with the manifest, once
     for each `cache_dir`.
@@ -212,7 +212,7 @@ def fetch(
 
 def forget(prefix: str, cache_dir: Path) -> None:
     """Removes a fetched checkpoint from the cache; a missing one is fine. Nobody may be reading its files. Raises
-    OSError; BlockingIOError while a fetch, perhaps of another one, has its lock."""
+    BlockingIOError while a fetch has the lock, which another checkpoint's fetch may share, and OSError."""
     with (
         _lock(cache_dir, prefix, fcntl.LOCK_EX | fcntl.LOCK_NB),
         tempfile.TemporaryDirectory(dir=cache_dir, prefix=".gone-") as gone,

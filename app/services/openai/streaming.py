@@ -23,6 +23,8 @@ _TURN_S = 1.0
 _BEAT_S = 10.0
 # OpenAI's own client waits this long for the next part of a stream.
 _PATIENCE_S = 600.0
+# A client that vanished without closing its connection holds a thread for no longer.
+_LONGEST_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,8 @@ class ResultStream:
 
         A request that runs again publishes the same tokens again, identified by their position. `gone` returns True
         once the client has disconnected. Raises UserOpError or ServerOpError if the request failed, ClientGone,
-        Unauthorized once the caller's key is revoked, or Unavailable when no token of a live request comes for
-        `_PATIENCE_S`. Any other request is silent until its end, which may come later than that.
+        Unauthorized once the caller's key is revoked, or Unavailable when nothing comes for `_PATIENCE_S`. A request
+        that is not live sends nothing before its end, so it has `_LONGEST_S`.
         """
         after = "0-0"
         news_at = beat_at = time.monotonic()
@@ -70,8 +72,9 @@ class ResultStream:
             news_at = now if chunks else news_at
             if gone():
                 raise ClientGone("the client closed the connection")
-            if asked.live and now - news_at > _PATIENCE_S:
-                raise Unavailable(f"the sampler sent no token for {_PATIENCE_S:.0f} s; try again later")
+            patience_s = _PATIENCE_S if asked.live else _LONGEST_S
+            if now - news_at > patience_s:
+                raise Unavailable(f"the sampler sent nothing for {patience_s:.0f} s; try again later")
             if now - beat_at > _BEAT_S:
                 beat_at = now
                 self._check_in(asked.caller)

@@ -28,7 +28,10 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def waits_for_disk(worker: Worker) -> bool:
-    return MODEL in worker.snapshots._pipeline._writes._waiting
+    """True also while a try is made."""
+    writes = worker.snapshots._pipeline._writes
+    with writes._changed:
+        return MODEL in writes._waiting or writes._busy_with(MODEL)
 
 
 def test_a_full_disk_gets_room_from_models_that_are_no_more(

@@ -140,11 +140,14 @@ def test_silence_has_an_end_and_tokens_put_it_off(clock: Clock):
     assert len(script.seen) == 1 + 2 * 2, "it looked until 1,200 s, twice a turn"
 
 
-def test_the_silence_of_a_request_that_is_not_live_has_no_end_but_its_own(clock: Clock):
-    clock.times = [0.0, 601.0, 86_400.0]
-    (output,) = result_stream(Script(*[None] * 4, DONE), Asked(ASKED.request_id, ME, live=False))
+def test_a_request_that_is_not_live_may_be_silent_for_an_hour(clock: Clock):
+    quiet = Asked(ASKED.request_id, ME, live=False)
+    clock.times = [0.0, 601.0, 3600.0]
+    (output,) = result_stream(Script(*[None] * 4, DONE), quiet)
     assert isinstance(output, SampleOutput)
-    assert clock.times == [], "it looked until 86,400 s"
+    clock.times = [0.0, 3601.0]
+    with pytest.raises(Unavailable, match="3600 s"):
+        list(result_stream(Script(None, None, DONE), quiet))
 
 
 def test_a_stream_ends_at_the_next_beat_after_its_key_was_revoked(clock: Clock):
