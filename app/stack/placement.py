@@ -112,10 +112,10 @@ def visible_gpus(environ: Mapping[str, str], driver: Path = NVIDIA_GPUS) -> tupl
 
 
 def hides_all_gpus(environ: Mapping[str, str]) -> bool:
-    """True if CUDA_VISIBLE_DEVICES names no GPU, such as '' and -1."""
+    """True if CUDA_VISIBLE_DEVICES names no GPU, such as '' and -1. CUDA ends its list at the first other name."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in (listed or "").split(",")]
-    return listed is not None and not any(name.isdigit() or name.startswith(("GPU-", "MIG-")) for name in names)
+    first = (listed or "").partition(",")[0].strip()
+    return listed is not None and not (first.isdigit() or first.startswith(("GPU-", "MIG-")))
 
 
 def torch_is_for_cpus() -> bool:

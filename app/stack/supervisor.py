@@ -26,11 +26,10 @@ _SEARCHED_LINES = 200
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """The limits of restarts. While the stack starts, a process that dies `tries` times in a row ends the stack. The
-    pause before a restart doubles from `first_delay_s` to `longest_delay_s`.
-
-    A life of `window_s` seconds begins both counts anew if the process was ready before: one that never was may load a
-    model for minutes before each death."""
+    """The limits of restarts. While the stack starts, a process that was never ready ends the stack when it has died
+    `tries` times: it may load a model for minutes before each death. The pause before a restart doubles from
+    `first_delay_s` to `longest_delay_s`. It begins anew after a life of `window_s` seconds, if the stack or the process
+    was ready before."""
 
     tries: int = 5
     window_s: float = 60.0
@@ -121,7 +120,7 @@ class Supervisor:
         return frozenset(watched.child.command.name for watched in self._all() if watched.ended)
 
     def note_ready(self, names: Collection[str]) -> None:
-        """Notes that the children with these names are ready."""
+        """Notes that the children with these names are ready: from now on they end the stack no more, as in `run`."""
         for watched in self._all():
             watched.was_ready |= watched.child.command.name in names
 
@@ -170,6 +169,7 @@ class Supervisor:
     def _look_after(self, watched: _Watched, patient: bool) -> None:
         if watched.ended:
             return
+        patient = patient or watched.was_ready
         if watched.due is not None:
             if time.monotonic() >= watched.due:
                 self._start_again(watched, patient)
@@ -199,7 +199,7 @@ class Supervisor:
 
     def _plan_restart(self, watched: _Watched, cause: str, patient: bool) -> None:
         child, now = watched.child, time.monotonic()
-        lived = (patient or watched.was_ready) and now - watched.started >= self._policy.window_s
+        lived = patient and now - watched.started >= self._policy.window_s
         watched.failures = 1 if lived else watched.failures + 1
         if watched.failures >= self._policy.tries and not patient:
             raise TinsmithError(_gave_up(watched, cause))

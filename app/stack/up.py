@@ -137,6 +137,7 @@ def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None], until: 
     supervisor.start(plan.servers)
     if not supervisor.run_until(lambda: valkey.answers(redis_url) and valkey.answers(broker_url)):
         return
+    supervisor.note_ready({command.name for command in plan.servers})
     ports = plan.settings_file.with_name("metrics-ports.json")
     commands = metrics.with_ports(process_table(plan.settings, plan.settings_file), ports, {plan.settings.api.port})
     with connect(redis_url) as client:
@@ -181,7 +182,8 @@ def _follow_runs(redis_url: str, say: Callable[[str], None], until: threading.Ev
 
 
 def _here(nodes: Iterable[str]) -> set[str]:
-    """The names of this machine's workers among Celery's node names, name@host."""
+    """The names of this machine's workers among Celery's node names, name@host. A worker with ranks on several machines
+    has the host name of its first rank."""
     own = f"@{socket.gethostname()}"
     return {node.removesuffix(own) for node in nodes if node.endswith(own)}
 

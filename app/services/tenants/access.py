@@ -65,7 +65,7 @@ def load_readable(store: RedisRecords, cls: type[Owned], key: str, caller: Calle
 def read_run(store: RedisRecords, model_id: str, caller: Caller) -> Record:
     """All fields of a run that the caller only reads, with those of its journal. Raises NotFound as `load_readable`
     does."""
-    stored = store.get(Model.namespace, model_id) if len(model_id) <= _LONGEST_ID else None
+    stored = store.get(Model.namespace, model_id)
     if stored is None or not caller.sees(load(Model, stored).owner):
         raise missing(Model, model_id)
     return stored

@@ -10,7 +10,6 @@ import base64
 import hashlib
 import io
 import logging
-import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -202,7 +201,6 @@ class S3Store:
 
     def _holds(self, key: str, data: BinaryIO) -> bool:
         """True if the object exists and has these bytes."""
-        size = data.seek(0, os.SEEK_END)
         data.seek(0)
         try:
             stored = self._client.get_object(self._bucket, key)
@@ -211,9 +209,8 @@ class S3Store:
                 return False
             raise
         try:
-            return int(stored.headers.get("Content-Length", -1)) == size and all(
-                piece == data.read(len(piece)) for piece in stored.stream(2**20, decode_content=False)
-            )
+            pieces = stored.stream(2**20, decode_content=False)
+            return all(piece == data.read(len(piece)) for piece in pieces) and not data.read(1)
         finally:
             stored.close()
             stored.release_conn()

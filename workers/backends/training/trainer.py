@@ -192,7 +192,7 @@ class Trainer(ABC):
         try:
             return self._change(model_id, op)
         except Exception as error:
-            if not self._made_room(error, [model_id]):
+            if not (self._is_short_of_memory(error) and self._residency.keep_only(self._states, [model_id])):
                 raise
         return self._change(model_id, op)
 
@@ -212,20 +212,23 @@ class Trainer(ABC):
             results |= self._step_together(group)
         return results
 
-    def _bring(self, model_ids: Collection[str]) -> None:
-        """Brings models to the device. If memory is short, all others leave it first."""
+    def _bring(self, model_ids: Collection[str]) -> bool:
+        """Brings models to the device. If memory is short, all others leave it first. Returns False if several models
+        do not fit together."""
         try:
             self._residency.bring(self._states, model_ids)
         except Exception as error:
-            if not self._made_room(error, model_ids):
+            short = self._is_short_of_memory(error)
+            if short and self._residency.keep_only(self._states, model_ids):
+                return self._bring(model_ids)
+            if not short or len(model_ids) == 1:
                 raise
-            self._residency.bring(self._states, model_ids)
+            return False
+        return True
 
-    def _made_room(self, error: Exception, model_ids: Collection[str]) -> bool:
-        """If memory ran out in this process, moves all other models to host memory. Returns False if that is of no use.
-        Several ranks would have to agree on it."""
-        short = self._engine.ranks.size == 1 and ran_out_of_memory(error)
-        return short and self._residency.keep_only(self._states, model_ids)
+    def _is_short_of_memory(self, error: Exception) -> bool:
+        """True if memory ran out in the only rank; several would have to agree on what to do."""
+        return self._engine.ranks.size == 1 and ran_out_of_memory(error)
 
     def _groups(self, models: Mapping[str, T]) -> Iterator[dict[str, T]]:
         """As many models at a time as stay on the device."""
@@ -236,7 +239,8 @@ class Trainer(ABC):
     def _step_together(self, params: Mapping[str, AdamParams]) -> Results:
         """Steps models, each to the bits of its step alone. The host waits for gradient norms that are not known yet
         (one that is not finite refuses its step), and then for those of the stepped weights."""
-        self._bring(params)
+        if not self._bring(params):
+            return {m: result for m, one in params.items() for result in self._step_together({m: one}).values()}
         states = {model_id: self._states[model_id] for model_id in params}
         found = step_all([state.begin_step(params[model_id]) for model_id, state in states.items()])
         results: Results = {}
@@ -257,8 +261,7 @@ class Trainer(ABC):
     def _forward_backward(self, ops: Mapping[str, ForwardBackward]) -> Results:
         if len(ops) > 1 and self._full:  # the engine holds the weights of one such model at a time
             return self._one_by_one(ops)
-        self._bring(ops)
-        jobs = self._run(ops)
+        jobs = self._run(ops) if self._bring(ops) else None
         if jobs is None and len(ops) > 1:  # an Op that is too large must not fail the others
             return self._one_by_one(ops)
         if jobs is None and self._residency.keep_only(self._states, ops):  # idle models of others had the memory

@@ -93,10 +93,11 @@ def test_a_child_that_dies_after_each_long_start_ends_a_stack_that_is_not_ready(
     assert "TinsmithError: worker ended with code 1, 3 times in a row" in output
 
 
-def test_a_child_that_was_ready_and_lives_for_a_while_before_each_death_does_not_end_the_stack(tmp_path):
+@pytest.mark.parametrize("code", [1, 2])
+def test_a_child_that_was_ready_does_not_end_a_stack_that_starts(code: int, tmp_path):
     deaths = tmp_path / "deaths"
-    worker = ("worker", NOTE_PID + "sys.exit(1)", str(deaths))
-    with supervised(tmp_path, worker, ready="child", window_s=0) as process:
+    worker = ("worker", NOTE_PID + f"sys.exit({code})", str(deaths))
+    with supervised(tmp_path, worker, ready="child") as process:
         assert eventually(lambda: len(numbers(deaths)) > 6)
         assert stop(process) == 0
 

@@ -308,24 +308,25 @@ def test_gpus_that_torch_cannot_use_are_wrong_unless_none_is_wanted(
     driver = driver_of(tmp_path, 1)
     (wrong,) = doctor.gpus(Settings(), {}, driver, lambda: "the driver is too old")
     assert wrong == ("GPUs", WRONG, "0: NVIDIA H100 80GB HBM3; the driver is too old")
-    (fine,) = doctor.gpus(Settings(), {"CUDA_VISIBLE_DEVICES": ""}, driver, lambda: "the driver is too old")
-    assert fine.state == OK
+    for none in ("", "-1"):
+        (fine,) = doctor.gpus(Settings(), {"CUDA_VISIBLE_DEVICES": none}, driver, lambda: "the driver is too old")
+        assert fine.state == OK
 
 
 @pytest.mark.parametrize(
-    ("does", "said"),
+    ("does", "within_s", "said"),
     [
-        ("raise SetupError('torch cannot use them: too old')", "torch cannot use them: too old"),
-        ("os.abort()", "torch ended with code -6 when it looked for them; see that nvidia-smi answers"),
-        ("time.sleep(60)", "torch did not find them within 5 s; see that nvidia-smi answers"),
+        ("raise SetupError('torch cannot use them: too old')", 120, "torch cannot use them: too old"),
+        ("os.abort()", 120, "torch ended with code -6 when it looked for them; see that nvidia-smi answers"),
+        ("time.sleep(60)", 5, "torch did not find them within 5 s; see that nvidia-smi answers"),
     ],
     ids=["refuses", "dies", "hangs"],
 )
 def test_the_fault_of_torch_is_that_of_a_worker(
-    tmp_path: Path, does: str, said: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, does: str, within_s: float, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert doctor._torch_fault() == ""
-    monkeypatch.setattr(doctor, "_TORCH_S", 5)
+    monkeypatch.setattr(doctor, "_TORCH_S", within_s)
     (tmp_path / "sitecustomize.py").write_text(
         f"import os, sys, time, types\nfrom app.errors import SetupError\n\ndef check_gpus():\n    {does}\n\n"
         "sys.modules['workers.backends.devices'] = types.SimpleNamespace(check_gpus=check_gpus)\n"

@@ -81,10 +81,10 @@ def test_a_driver_that_torch_cannot_use_is_a_setup_error_with_the_reason(driver:
 
 def test_a_cpu_is_used_where_no_gpu_is_there_or_none_is_wanted(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     devices.check_gpus(driver / "0000:00:00.0")
-    for none in ("", "-1", "NoDevFiles"):
+    for none in ("", "-1", "-1,2", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
         devices.check_gpus(driver)
-    for some in ("0", "-1,2", "GPU-1a", "MIG-2b"):
+    for some in ("0", "2,-1", "GPU-1a", "MIG-2b"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", some)
         with pytest.raises(SetupError):
             devices.check_gpus(driver)

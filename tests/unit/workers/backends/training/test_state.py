@@ -185,6 +185,18 @@ def test_memory_that_idle_models_hold_fails_no_call(
     assert ends[0] == ends[1]
 
 
+def test_models_that_do_not_fit_together_run_one_by_one(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = opened(base, 0)
+    for model in "ab":
+        backend.apply({model: Create(LoraSpec(rank=2))})
+    backend._residency.keep_only(backend._states, ())
+    monkeypatch.setattr(AdapterState, "move", _short_of_memory(backend, AdapterState.move, 1))
+    for op in (work("a", 1), STEP):
+        found = backend.apply(dict.fromkeys("ab", op))
+        assert not any(isinstance(one, OpError) for one in found.values()), found
+        assert backend.describe()["models_on_device"] == 1
+
+
 def _short_of_memory(backend: Trainer, method: Any, room: int) -> Any:
     """`method`, which fails while more than `room` models are on the device."""
 
