@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.overrides import TorchFunctionMode
 
 from app.domain.ops import AdamParams, ForwardBackward, OptimStep
 from app.domain.results import CriticOutput, Done
@@ -18,7 +17,7 @@ from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from tests.parity import architectures
 from tests.parity.datums import batch, data, supervised, valued
-from tests.parity.reference import FullCriticReference, FullReference, relative_error
+from tests.parity.reference import DecaysSummedInFp64, FullCriticReference, FullReference, relative_error
 from tests.parity.rounding import MANY_LENGTHS, Found, check_rounding
 from tests.parity.training import LENGTHS, apply, run
 from workers.backends.training import backends
@@ -76,16 +75,6 @@ def test_logprobs_and_gradients_equal_the_reference(case: str, tmp_path: Path) -
     for name in [name for name in found if name.endswith(DECAYS)]:
         del found[name], wanted[name]
     assert relative_error(found, wanted) < 1e-5
-
-
-class DecaysSummedInFp64(TorchFunctionMode):
-    """Sums log decays in fp64, and takes the exponentials of their differences from that."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.cumsum and args[0].is_floating_point():
-            args = (args[0].double(), *args[1:])
-        found = func(*args, **(kwargs or {}))
-        return found.float() if func is torch.Tensor.exp else found
 
 
 def test_gradients_of_decays_equal_the_reference_too_where_its_sum_is_not_rounded(tmp_path: Path) -> None:
