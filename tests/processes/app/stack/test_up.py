@@ -208,6 +208,9 @@ class ServedAtOnce:
     def run_until(self, condition):
         return True
 
+    def note_ready(self, names):
+        pass
+
     def run(self):
         pass
 
@@ -221,6 +224,28 @@ def test_a_quiet_stack_looks_for_no_news(quiet, tmp_path, model, monkeypatch):
         given = {"data_dir": tmp_path / "data", "port": 0, "base_models": (("small", str(model)),), "redis": url}
         assert up.up(Options(**given, quiet=quiet)) == 0
     assert followed == [] if quiet else eventually(lambda: len(followed) == 1)
+
+
+def test_a_worker_that_serves_is_known_to_have_been_ready(tmp_path, model, monkeypatch):
+    """Its later deaths do not end a stack in which another worker still loads its model."""
+    noted = set()
+
+    class Starting(ServedAtOnce):
+        def run_until(self, condition):
+            condition()
+            return True
+
+        def note_ready(self, names):
+            noted.update(names)
+
+    nodes = (f"trainer-0@{socket.gethostname()}", "sampler-0@elsewhere")
+    workers = dict.fromkeys(nodes, SimpleNamespace(role="trainer", base_model="another"))
+    monkeypatch.setattr(up, "Supervisor", Starting)
+    monkeypatch.setattr(up.BaseModels, "workers", lambda _: workers)
+    with start_valkey(tmp_path / "valkey") as url:
+        given = {"data_dir": tmp_path / "data", "port": 0, "base_models": (("small", str(model)),), "redis": url}
+        assert up.up(Options(**given)) == 0
+    assert noted == {"trainer-0"}
 
 
 def test_a_stack_goes_on_when_nobody_reads_its_output(tmp_path, model, monkeypatch):
