@@ -77,7 +77,7 @@ def test_a_prompt_that_cannot_run_fails_alone_though_it_shares_a_pass(sampler):
 
 
 def test_a_prompt_for_which_memory_is_too_small_waits_until_the_others_have_ended(sampler):
-    """What came behind it does not overtake it."""
+    """A later prompt starts no earlier than the one that waits for memory."""
     engine, prompts, behind = sampler._engine, [], []
 
     def run_out(input_ids: torch.Tensor) -> None:
