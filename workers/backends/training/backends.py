@@ -265,11 +265,13 @@ def _split(settings: BaseModelSettings, device: torch.device, layers: SplitLayer
 def _initialize(
     base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerSettings, parts: SameParts | None
 ) -> Any:
-    """Puts the base in a DeepSpeed engine, its fp32 buffers still in fp32: the bf16 mode would round RoPE's angles.
+    """Puts the base in a DeepSpeed engine, with fp32 tensors still in fp32: the bf16 mode would round RoPE's angles and
+    the weights that transformers keeps in fp32.
 
     At stage 3 it splits the parameters that are still whole.
     """
     buffers = {name: buffer.clone() for name, buffer in base.model.named_buffers() if buffer.is_floating_point()}
+    wider = {p: p.data for p in base.model.parameters() if p.dtype.itemsize > base.dtype.itemsize}
     config = _config(trainer, base.dtype)
     optimizer = _placeholder(hidden_states, base) if trainer.zero_stage in (1, 2) else None
     for layer in packing.datum_by_datum(base.model):
@@ -279,6 +281,8 @@ def _initialize(
         engine, *_ = _deepspeed().initialize(model=hidden_states, config=config, optimizer=optimizer, mpu=parts)
     for name, buffer in base.model.named_buffers():
         buffer.data = buffers.get(name, buffer.data)
+    for parameter, data in wider.items():
+        parameter.data = data
     return engine
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from app.errors import SetupError
-from app.settings import TrainerSettings
+from app.settings import BaseModelSettings, TrainerSettings
+from tests.parity import architectures
+from workers.backends.training import backends
 from workers.backends.training.backends import rank_device
 
 
@@ -50,3 +54,16 @@ def test_a_rank_without_a_gpu_is_a_setup_error(
 def test_a_rank_on_a_cpu_has_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", None)
     assert rank_device(TrainerSettings(memory_share=0.3)) == torch.device("cpu")
+
+
+def test_deepspeed_computes_in_fp32_what_transformers_keeps_in_it(tmp_path: Path) -> None:
+    """Inkling's convolutions, for example. Its sampler does the same."""
+    base, found = architectures.build("inkling", tmp_path), []
+    for trainer in ({"backend": "torch"}, {"backend": "deepspeed", "zero_stage": 1}):
+        backend = backends.create(BaseModelSettings(name="t", path=str(base), dtype="bfloat16", trainer=trainer))
+        backend.open()
+        found.append(
+            {name: (one.dtype, one.sum().item()) for name, one in backend._engine.base.model.named_parameters()}
+        )
+    assert found[0] == found[1]
+    assert {dtype for dtype, _ in found[1].values()} == {torch.float32, torch.bfloat16}
