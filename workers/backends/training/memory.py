@@ -247,9 +247,36 @@ def _as_in(adapters: Segments, recorder: routers.Recorder | None) -> Iterator[No
         yield
 
 
-_recomputed = partial(
-    torch.utils.checkpoint.checkpoint, use_reentrant=False, context_fn=_contexts, preserve_rng_state=False
-)
+class _FirstOfBackward(torch.autograd.Function):
+    """Returns a layer's outputs. Its backward pass is the layer's first and asks for a saved tensor, so a layer that is
+    computed again is computed at that place.
+
+    Otherwise the first node that asks decides on the place. At ZeRO-3 a rank with an adapter on the last linear then
+    gathers the layer's weights in another order than a rank without one, and each receives the other's weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Any) -> Any:
+        ctx.save_for_backward(torch.empty(0))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        _ = ctx.saved_tensors
+        return gradients
+
+
+def _recomputed(run: Callable[..., Any], *given: Any) -> Any:
+    return torch.utils.checkpoint.checkpoint(
+        partial(_with_first, run), *given, use_reentrant=False, context_fn=_contexts, preserve_rng_state=False
+    )
+
+
+def _with_first(run: Callable[..., Any], *given: Any) -> Any:
+    outputs = run(*given)
+    if isinstance(outputs, tuple):
+        return _FirstOfBackward.apply(*outputs)  # type: ignore[no-untyped-call]
+    return _FirstOfBackward.apply(outputs)[0]  # type: ignore[no-untyped-call]
 
 
 @contextmanager
