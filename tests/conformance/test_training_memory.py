@@ -45,8 +45,8 @@ def test_an_op_too_large_for_memory_fails_alone_and_changes_nothing(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("case", "again"),
-    [("llama", False), ("qwen3-moe", False), ("qwen3-moe", True), ("gpt-oss", False)],
-    ids=["llama", "experts", "experts computed again", "gpt-oss"],
+    [("llama", False), ("llama", True), ("qwen3-moe", False), ("qwen3-moe", True), ("gpt-oss", False)],
+    ids=["llama", "llama computed again", "experts", "experts computed again", "gpt-oss"],
 )
 def test_a_rank_holds_no_weights_of_other_ranks_until_the_backward_pass(case: str, again: bool, tmp_path: Path) -> None:
     base = architectures.build(case, tmp_path / "base")
@@ -82,3 +82,10 @@ def test_an_op_too_large_for_one_of_two_ranks_fails_alone_on_both(tmp_path: Path
     base = tiny_qwen3(tmp_path / "base")
     settings = BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer)
     assert run_group(training_memory.one_of_two, settings.model_dump_json(), full) == [0, 0]
+
+
+def test_a_call_other_than_a_pass_that_is_too_large_for_one_of_two_ranks_fails_alone_on_both(tmp_path: Path) -> None:
+    """Before it fails, the idle models leave the device, and the call runs again."""
+    trainer = {"backend": "deepspeed", "zero_stage": 2, "ranks": 2}
+    settings = BaseModelSettings(name="tiny", path=str(tiny_qwen3(tmp_path / "base")), dtype="float32", trainer=trainer)
+    assert run_group(training_memory.calls_of_two, settings.model_dump_json(), str(tmp_path)) == [0, 0]

@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +20,17 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from app.domain.ops import ForwardBackward, LoraSpec
+from app.domain.ops import AdamParams, ForwardBackward, LoraSpec, OptimStep
+from app.domain.results import Done, OptimStepOutput
 from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from tests.conformance.trainers import TRAINERS
 from tests.parity.datums import batch, supervised
 from workers.backends.training import backends, ranks
-from workers.backends.training.base import Create
+from workers.backends.training.base import Create, Load
 from workers.backends.training.batch_ops import Job
 from workers.backends.training.passes import Pass
+from workers.backends.training.state import AdapterModels, AdapterState
 from workers.backends.training.trainer import Trainer
 
 BUDGET = 20_000
@@ -36,6 +41,8 @@ LARGE = ForwardBackward(batch(supervised(2, [500] * 40)), "cross_entropy")
 FOR_TWO = ForwardBackward(batch(supervised(2, [500] * 80)), "cross_entropy")
 # The last datum's targets fail here, when the head has gradients of the first datum.
 WIDE = ForwardBackward(batch([*supervised(3, [500]), *supervised(3, [20], width=200_000)]), "cross_entropy")
+# LoRA ranks and folders of models for which memory runs out until all others have left the device, or always.
+AT_FIRST, FOR_GOOD = (5, "at first"), (6, "for good")
 _ROOM = 48 * 2**20
 
 
@@ -108,6 +115,60 @@ def one_of_two(settings: str, full: str) -> None:
     assert gradients(backend, "large") == gradients(backend, "alone") != before
     backend.shutdown()
     ranks.end()
+
+
+def calls_of_two(settings: str, folder: str) -> None:
+    """Runs in both ranks of a group. In calls other than passes, memory runs out on the second rank."""
+    torch.set_num_threads(1)
+    backend = backends.create(BaseModelSettings.model_validate_json(settings))
+    backend.open()
+    if os.environ["RANK"] != "0":
+        run_out(AdapterModels, "fresh", lambda _, op: op.lora.rank)
+        run_out(AdapterModels, "read", lambda _, source: source.name)
+        run_out(AdapterState, "begin_step", lambda state, _: state.adapter.spec.rank)
+        torch.cuda.empty_cache = partial(free_slowly, Path(folder) / "freed")
+        backend.follow()
+        ranks.end()
+    backend.apply({"a": Create(LoraSpec(rank=4)), "b": Create(LoraSpec(rank=4))})
+    backend.apply({"a": GOOD, "b": GOOD})
+    before = gradients(backend, "a")
+    sources = [(rank, Path(folder, name)) for rank, name in (AT_FIRST, FOR_GOOD)]
+    for _, source in sources:
+        source.mkdir()
+        backend.capture("a", optimizer=True)(source)
+    small, large = (
+        (Create(LoraSpec(rank=r)), Create(LoraSpec(rank=4), f), Load(f, optimizer=True)) for r, f in sources
+    )
+    assert all(result == Done() for result in backend.apply(dict(zip(("c", "d", "b"), small, strict=True))).values())
+    refused = backend.apply(dict(zip(("e", "f", "a"), large, strict=True)))
+    assert all("memory ran out" in str(result) for result in refused.values())
+    assert gradients(backend, "a") == before
+    step = OptimStep(AdamParams(learning_rate=1e-3))
+    assert isinstance(backend.apply({"c": step})["c"], OptimStepOutput)
+    assert isinstance(backend.apply({"c": step, "a": step})["a"], OptimStepOutput)
+    backend.free_memory()
+    assert Path(folder, "freed").exists(), "a sampler would take memory that the second rank still holds"
+    assert backend.healthy()
+    backend.shutdown()
+    ranks.end()
+
+
+def free_slowly(done: Path) -> None:
+    time.sleep(1)
+    done.touch()
+
+
+def run_out(owner: type, method: str, about: Callable[..., Any]) -> None:
+    """Lets memory run out in a method: `about` its arguments tells for which model."""
+    run, calls = getattr(owner, method), Counter[Any]()
+
+    def short(*given: Any, **options: Any) -> Any:
+        calls[model := about(*given)] += 1
+        if model in FOR_GOOD or (model in AT_FIRST and calls[model] % 2 == 1):
+            raise torch.OutOfMemoryError
+        return run(*given, **options)
+
+    setattr(owner, method, short)
 
 
 def gathered(settings: str, file: str) -> None:

@@ -86,7 +86,7 @@ class FullFinetuneState:
         self._finished_layers: set[nn.Module] = set()
         self._found: dict[str, Tensor] = {}
         self._pending: dict[str, Tensor] | None = None
-        self._pending_norm: Tensor | None = None
+        self.pending_norm: Tensor | None = None
 
     @property
     def critic(self) -> bool:
@@ -125,10 +125,10 @@ class FullFinetuneState:
 
     def keep(self, norm: Tensor) -> None:
         if self._pending is None:
-            self._pending, self._pending_norm = self._found, norm
+            self._pending, self.pending_norm = self._found, norm
         else:
             torch._foreach_add_([*self._pending.values()], [self._found[name] for name in self._pending])
-            self._pending_norm = None
+            self.pending_norm = None
         self._found = {}
 
     def drop_found(self) -> None:
@@ -138,7 +138,7 @@ class FullFinetuneState:
         self._found = {}
 
     def drop_pending(self) -> None:
-        self._pending = self._pending_norm = None
+        self._pending = self.pending_norm = None
 
     def pending_gradients(self) -> Mapping[str, Tensor]:
         return self._pending or {}
@@ -146,18 +146,17 @@ class FullFinetuneState:
     def restore_pending(self, stored: Mapping[str, Tensor]) -> None:
         mine = {name: self.masters[name] for name in self.shards.mine()}
         self._pending = shaped_as(stored, mine, self._master_device)
-        self._pending_norm = None
+        self.pending_norm = None
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.masters
 
     def begin_step(self, params: AdamParams) -> Step:
         gradients = self._pending or {n: torch.zeros_like(self.masters[n].detach()) for n in self.shards.mine()}
-        norm, self._pending_norm = self._pending_norm, None  # a step may scale the gradients, and then fail
-        return Step(self.optimizer, self.masters, gradients, params, norm)
+        return Step(self.optimizer, self.masters, gradients, params, self.pending_norm)
 
     def end_step(self) -> None:
-        self._pending = None
+        self.drop_pending()
         self._copy.refresh(self)
 
     def capture(self, *, optimizer: bool, gradients: bool = False, rounded: bool = False) -> Writer:

@@ -11,10 +11,11 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import IntEnum
 from typing import Any, NoReturn, TypeVar
 
 import psutil  # type: ignore[import-untyped]
@@ -22,9 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.errors import SetupError
+from app.errors import OpError, SetupError
 from workers.backends.devices import copied
+from workers.backends.failures import ran_out_of_memory
 
+T = TypeVar("T")
 Name = TypeVar("Name", str, int)
 COMPUTE_DEADLINE = timedelta(minutes=10)
 _CONTROL_DEADLINE = timedelta(days=365)
@@ -33,12 +36,21 @@ _CONTROL_DEADLINE = timedelta(days=365)
 _BUNDLE_ELEMENTS = 2**24
 
 
+class _Outcome(IntEnum):
+    """How a part of a call ended on a rank, from good to bad."""
+
+    DONE = 0
+    REFUSED = 1
+    SHORT = 2
+    """Memory ran out."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankGroup:
     """The ranks of one trainer. `control` is a gloo process group.
 
-    With one rank it is None: `count` and `greatest` then return this rank's own, `receive` may not be called, and the
-    other methods do nothing. `store`: rank 0 keeps the store alive in it.
+    With one rank it is None: `agreed`, `count` and `greatest` then return this rank's own, `receive` may not be called,
+    and the other methods do nothing. `store`: rank 0 keeps the store alive in it.
     """
 
     rank: int = 0
@@ -86,6 +98,32 @@ class RankGroup:
         found = torch.tensor([mine])
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.control)
         return int(found)
+
+    def agreed(self, run: Callable[[], T]) -> T | None:
+        """Runs a part of a call in which no rank waits for another. A collective.
+
+        Returns None on every rank if memory ran out on one. Raises an OpError that every rank raised. No rank returns
+        before every rank has run its part, because the owner may then remove the files that it read.
+        """
+        outcome, found = _Outcome.DONE, None
+        try:
+            found = run()
+        except OpError:
+            if self._worst(_Outcome.REFUSED) == _Outcome.SHORT:
+                return None
+            raise
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            outcome = _Outcome.SHORT  # the error itself would keep the tensors of its frames
+        return found if self._worst(outcome) == _Outcome.DONE else None
+
+    def _worst(self, mine: _Outcome) -> int:
+        """Returns the worst outcome of all ranks. Raises RuntimeError where some of them refused and others did not."""
+        worst = self.greatest(mine)
+        if worst == _Outcome.REFUSED and (refused := self.count(mine == worst)) < self.size:
+            raise RuntimeError(f"{refused} of {self.size} ranks refused a call, so the ranks are out of step")
+        return worst
 
     def send(self, message: bytes) -> None:
         """Sends `message` to the `receive` of every other rank."""

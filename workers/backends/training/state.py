@@ -42,6 +42,8 @@ class ModelState(Protocol):
     """
 
     shards: Shards
+    pending_norm: Tensor | None
+    """The L2 norm of the pending gradient, if it is known."""
 
     @property
     def adapter(self) -> Adapter | None:
@@ -95,7 +97,7 @@ class ModelState(Protocol):
         ...
 
     def begin_step(self, params: AdamParams) -> Step:
-        """Returns the step of AdamW on the pending gradient."""
+        """Returns the step of AdamW on the pending gradient, and changes nothing."""
         ...
 
     def end_step(self) -> None:
@@ -297,11 +299,10 @@ class AdapterState:
 
     def begin_step(self, params: AdamParams) -> Step:
         gradient = torch.zeros_like(self.adapter.whole.detach()) if self.pending is None else self.pending
-        norm, self.pending_norm = self.pending_norm, None  # a step may scale the gradients, and then fail
-        return Step(self.optimizer, self.weights(), pieces(gradient), params, norm)
+        return Step(self.optimizer, self.weights(), pieces(gradient), params, self.pending_norm)
 
     def end_step(self) -> None:
-        self.pending = None
+        self.drop_pending()
         self.shards.share_(self.weights())
 
     def capture(self, *, optimizer: bool, gradients: bool = False, rounded: bool = False) -> Writer:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -97,7 +97,7 @@ class Trainer(ABC):
         if not self._broken:
             with self._guarded():
                 self._engine.ranks.send(encode_call("free_memory"))
-                torch.cuda.empty_cache()  # does nothing without a GPU
+                self._free_memory()
 
     def healthy(self) -> bool:
         return not self._broken and self._stall_detector.seconds <= self._settings.trainer.rank_deadline_s
@@ -142,7 +142,7 @@ class Trainer(ABC):
                 case ("close", model_id):
                     self._forget(model_id)
                 case ("free_memory",):
-                    torch.cuda.empty_cache()
+                    self._free_memory()
                 case _:
                     return self._engine.ranks.leave()
 
@@ -188,23 +188,23 @@ class Trainer(ABC):
         return {model_id: results[model_id] for model_id in ops}
 
     def _apply_alone(self, model_id: str, op: Create | Load | DropGradients) -> Output:
-        self._bring([model_id])
-        try:
-            return self._change(model_id, op)
-        except Exception as error:
-            if not (self._is_short_of_memory(error) and self._residency.keep_only(self._states, [model_id])):
-                raise
-        return self._change(model_id, op)
-
-    def _change(self, model_id: str, op: Create | Load | DropGradients) -> Output:
         match op:
             case Create():
-                self._states[model_id] = self._create(op)
+                self._states[model_id] = self._made(model_id, partial(self._create, op))
             case Load():
-                self._load(model_id, op)
+                self._states[model_id] = self._made(model_id, partial(self._load, self._state(model_id), op))
             case DropGradients():
                 self._state(model_id).drop_pending()
         return Done()
+
+    def _made(self, model_id: str, make: Callable[[], ModelState]) -> ModelState:
+        state = self._with_room([model_id], make)
+        if state is None:
+            raise UserOpError(
+                "memory ran out, though no other model was on the device. Use a smaller LoRA rank or fewer of its "
+                "train_ options, or ask the operator for devices with more memory"
+            )
+        return state
 
     def _optim_steps(self, ops: Mapping[str, OptimStep]) -> Results:
         results: Results = {m: _not_loaded(m) for m in ops if m not in self._states}
@@ -213,22 +213,21 @@ class Trainer(ABC):
         return results
 
     def _bring(self, model_ids: Collection[str]) -> bool:
-        """Brings models to the device. If memory is short, all others leave it first. Returns False if several models
-        do not fit together."""
-        try:
-            self._residency.bring(self._states, model_ids)
-        except Exception as error:
-            short = self._is_short_of_memory(error)
-            if short and self._residency.keep_only(self._states, model_ids):
-                return self._bring(model_ids)
-            if not short or len(model_ids) == 1:
-                raise
-            return False
-        return True
+        """Brings models to the device. Returns False if they do not fit."""
+        return self._with_room(model_ids, lambda: True) is not None
 
-    def _is_short_of_memory(self, error: Exception) -> bool:
-        """True if memory ran out in the only rank; several would have to agree on what to do."""
-        return self._engine.ranks.size == 1 and ran_out_of_memory(error)
+    def _with_room(self, model_ids: Collection[str], run: Callable[[], T]) -> T | None:
+        """Brings models to the device and runs a part of a call, as RankGroup.agreed does. Where memory runs out, all
+        other models leave the device, and it runs again."""
+
+        def bring_and_run() -> T:
+            self._residency.bring(self._states, model_ids)
+            return run()
+
+        found = self._engine.ranks.agreed(bring_and_run)
+        if found is None and self._residency.keep_only(self._states, model_ids):
+            found = self._engine.ranks.agreed(bring_and_run)
+        return found
 
     def _groups(self, models: Mapping[str, T]) -> Iterator[dict[str, T]]:
         """As many models at a time as stay on the device."""
@@ -239,10 +238,15 @@ class Trainer(ABC):
     def _step_together(self, params: Mapping[str, AdamParams]) -> Results:
         """Steps models, each to the bits of its step alone. The host waits for gradient norms that are not known yet
         (one that is not finite refuses its step), and then for those of the stepped weights."""
-        if not self._bring(params):
-            return {m: result for m, one in params.items() for result in self._step_together({m: one}).values()}
         states = {model_id: self._states[model_id] for model_id in params}
-        found = step_all([state.begin_step(params[model_id]) for model_id, state in states.items()])
+        steps = self._with_room(params, lambda: [state.begin_step(params[m]) for m, state in states.items()])
+        if steps is None and len(params) == 1:
+            return dict.fromkeys(params, ServerOpError("memory ran out in an optimizer step; no step was taken"))
+        if steps is None:
+            return {m: result for m, one in params.items() for result in self._step_together({m: one}).values()}
+        for state in states.values():
+            state.pending_norm = None  # a step may scale the gradients, and then fail
+        found = step_all(steps)
         results: Results = {}
         grad_norms: dict[str, float] = {}
         for model_id, one in zip(states, found, strict=True):
@@ -280,7 +284,10 @@ class Trainer(ABC):
         for state in states.values():
             state.begin()
         try:
-            jobs = {m: Job.of(op, states[m], self._engine.base.device) for m, op in ops.items()}
+            device = self._engine.base.device
+            jobs = self._engine.ranks.agreed(lambda: {m: Job.of(op, states[m], device) for m, op in ops.items()})
+            if jobs is None:
+                raise OutOfMemory
             one = Pass(self._engine, list(jobs.values()), self._micro_batch_tokens)
             one.run(self._stall_detector.progress)
         except Exception as error:
@@ -319,35 +326,17 @@ class Trainer(ABC):
                 job.state.drop_found()
 
     def _create(self, op: Create) -> ModelState:
-        if op.source is not None:
-            return self._read(op.source, optimizer=op.optimizer, critic=op.critic, gradients=op.gradients)
-        return self._models.fresh(op)
-
-    def _load(self, model_id: str, op: Load) -> None:
-        state = self._state(model_id)
-        loaded = self._read(op.source, optimizer=op.optimizer, critic=state.critic)
-        state.check_same_shape(loaded)
-        self._states[model_id] = loaded
-
-    def _read(self, folder: Path, *, optimizer: bool, critic: bool, gradients: bool = False) -> ModelState:
-        """Reads a model's files. Raises UserOpError.
-
-        Returns only after every rank has read `folder`, because the owner may remove the folder then.
-        """
-        state, failure = None, None
-        try:
-            read = self._models.read(folder, optimizer=optimizer, critic=critic)
-            if gradients and (pending := read_gradients(folder)):
-                read.restore_pending(pending)
-            state = read
-        except UserOpError as error:
-            failure = error
-        readers = self._engine.ranks.count(state is not None)
-        if failure is not None and readers == 0:
-            raise failure
-        if state is None or readers < self._engine.ranks.size:
-            raise RuntimeError(f"only {readers} of {self._engine.ranks.size} ranks could read {folder}: {failure}")
+        if op.source is None:
+            return self._models.fresh(op)
+        state = self._models.read(op.source, optimizer=op.optimizer, critic=op.critic)
+        if op.gradients and (pending := read_gradients(op.source)):
+            state.restore_pending(pending)
         return state
+
+    def _load(self, present: ModelState, op: Load) -> ModelState:
+        loaded = self._models.read(op.source, optimizer=op.optimizer, critic=present.critic)
+        present.check_same_shape(loaded)
+        return loaded
 
     def _agreed_tokens(self) -> int:
         """Returns the tokens of a micro-batch: the least that any rank chooses, since the ranks share micro-batches."""
@@ -365,8 +354,14 @@ class Trainer(ABC):
         return FullFinetuneModels(engine, ComputeCopy(engine), self._settings.path, master_device)
 
     def _export(self, model_id: str) -> Writer:
-        self._bring([model_id])
+        if not self._bring([model_id]):
+            raise ServerOpError("memory ran out; nothing was exported")
         return self._state(model_id).export()
+
+    def _free_memory(self) -> None:
+        """Returns once every rank has freed its memory: a sampler may take it then."""
+        torch.cuda.empty_cache()  # does nothing without a GPU
+        self._engine.ranks.count(True)
 
     def _forget(self, model_id: str) -> None:
         self._states.pop(model_id, None)
