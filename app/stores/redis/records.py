@@ -20,8 +20,8 @@ from app.stores.redis import keys
 from app.stores.redis.client import Scripts, is_outage, read_hash, text_fields
 from app.stores.redis.types import Record
 
-# Records per round trip: the server answers other clients in between, and 10,000 records are never in memory at once.
 _POINT_FIELDS = {each.name for each in dataclasses.fields(Point)} - {"kind", "seq", "at"}
+# Records per round trip: the server answers other clients in between, and 10,000 records are never in memory at once.
 _SLICE = 500
 # Runs whose checkpoints are read in one round trip: the server runs as many scripts before it answers other clients.
 _PREFIXES = 20
