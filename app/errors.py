@@ -23,6 +23,9 @@
     │   ├── UserOpError         category "user": the Op's content is at fault
     │   └── ServerOpError       category "server": the server is at fault
     ├── Fenced                  another worker owns the model now; discard the state
+    ├── TriedOften              too many workers died while they ran a sampling request; it is not started again
+    ├── Requeue                 the future has no result yet, and will be dispatched again
+    │   └── NoTurnYet           the turn on the GPU has not begun in time
     └── SetupError              the operator must change something, which the message names
         └── UnservableModel     starting the model's worker again cannot help
 
@@ -175,16 +178,16 @@ class TriedOften(TinsmithError):
     """A sampling request is not started, because too many workers died while they ran it."""
 
 
-class SetupError(TinsmithError):
-    """The installation or its settings cannot work; the command line exits with 2."""
-
-
 class Requeue(TinsmithError):
     """The future has no result yet, and will be dispatched again."""
 
 
 class NoTurnYet(Requeue):
     """The turn on the GPU has not begun in the time that the caller can wait."""
+
+
+class SetupError(TinsmithError):
+    """The installation or its settings cannot work; the command line exits with 2."""
 
 
 class UnservableModel(SetupError):
