@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import pyrage
 
@@ -21,12 +21,12 @@ from app.domain.checkpoints import UNHASHED, CheckpointPrefix, Expiry, Manifest
 from app.domain.ops import LoraSpec, SaveWeights
 from app.domain.progress import Point
 from app.domain.records import ENCRYPTED, Checkpoint, Model, Sampler, ShmTransfer
-from app.domain.results import NOTHING, SAVED, Result, Usage
-from app.errors import NotFound, Unavailable, UserOpError
+from app.domain.results import SAVED, Result, Usage
+from app.errors import NotFound, OpError, Unavailable, UserOpError
 from app.stores.disk import Disk
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.records import RedisRecords, dump, load
-from app.stores.redis.types import Lease, Write
+from app.stores.redis.types import Entry, Lease, Write
 from app.wire import results
 from app.wire.recipients import age_recipient
 from workers.backends.training.base import TrainingBackend, Writer
@@ -34,20 +34,32 @@ from workers.checkpoints import transfer
 from workers.checkpoints.shm_transfer import ShmTransfers
 
 
-class Outcome(NamedTuple):
-    """The answer, the records of the commit, a function to call after it, the usage it counts, and the point it adds to
-    the run's progress."""
+@dataclass(frozen=True, slots=True)
+class OpResult:
+    """The result of running an Op. `failure` is empty for success. `after_commit` is to be called after the commit,
+    which stores `writes`, counts `usage` and adds `point` to the run's progress."""
 
     result: Result
     writes: Sequence[Write] = ()
     after_commit: Callable[[], None] = lambda: None
-    usage: Usage = NOTHING
+    usage: Usage = field(default_factory=dict)
     point: Point | None = None
+    failure: str = ""
+
+    @classmethod
+    def failed(cls, entry: Entry, error: OpError) -> OpResult:
+        return cls(results.of_error(error), failure=f"{entry.kind} seq {entry.seq} failed: {error}")
+
+    def as_future(self) -> Future[OpResult]:
+        """This result as a future that is already done, for an Op with nothing to wait for."""
+        future: Future[OpResult] = Future()
+        future.set_result(self)
+        return future
 
 
 ProjectTtl = Callable[[str], int | None]
 """The TTL, in seconds, of a project's checkpoints that get none of their own."""
-DeferredWrite = Callable[[], Outcome]
+DeferredWrite = Callable[[], OpResult]
 """Writes and uploads the captured files, from any thread. Raises Unavailable, Fenced, NotFound (the model is gone)."""
 
 
@@ -109,7 +121,7 @@ class Saver:
             return partial(self._ephemeral, captured)
         return partial(self._named, captured, path, Expiry.of(now, op.ttl_seconds, self.project_ttl_s(model.owner)))
 
-    def _named(self, captured: Captured, path: ids.TinkerPath, expiry: Expiry) -> Outcome:
+    def _named(self, captured: Captured, path: ids.TinkerPath, expiry: Expiry) -> OpResult:
         """Writes the files of a named checkpoint, then returns the records of its commit."""
         op, model, created = captured.op, captured.model, captured.created
         prefix, manifest = self._write(captured, str(path), expiry)
@@ -130,9 +142,9 @@ class Saver:
             expiry_by=manifest.expiry_by,
         )
         write = (checkpoint.namespace, str(path), dump(checkpoint))
-        return Outcome(results.of_json({"path": str(path)}), [write], usage={SAVED: 1})
+        return OpResult(results.of_json({"path": str(path)}), [write], usage={SAVED: 1})
 
-    def _ephemeral(self, captured: Captured) -> Outcome:
+    def _ephemeral(self, captured: Captured) -> OpResult:
         """Writes a sampler adapter. It goes through shared memory and is uploaded after the commit; without room for
         that, it is uploaded before the commit."""
         lease, seq, op, model = captured.lease, captured.seq, captured.op, captured.model
@@ -153,10 +165,10 @@ class Saver:
             writes.append((Model.namespace, lease.model_id, {"inflight": json.dumps(prefix)}))
         result = results.of_json({"sampling_session_id": name})
         if not shared:
-            return Outcome(result, writes)
+            return OpResult(result, writes)
         shm_transfer = ShmTransfer(lease.model_id, seq)
         writes.append((shm_transfer.namespace, prefix, dump(shm_transfer)))
-        return Outcome(result, writes, partial(self.shm_transfers.upload, lease.model_id))
+        return OpResult(result, writes, partial(self.shm_transfers.upload, lease.model_id))
 
     def save_again(self, lease: Lease, prefix: str) -> None:
         """Rebuilds, from the current model, an adapter that was transferred and never uploaded. Raises NotFound,

@@ -18,10 +18,10 @@ from app.errors import Fenced, NotFound, OpError, TinsmithError, Unavailable
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry
 from workers.checkpoints.snapshots import Snapshots
-from workers.checkpoints.writer import DeferredWrite, Outcome
+from workers.checkpoints.writer import DeferredWrite, OpResult
 from workers.process import telemetry
 from workers.train.executor import Executor
-from workers.train.owner import Broken, OpResult, Owner, PendingCommit, Resident
+from workers.train.owner import Broken, Owner, PendingCommit, Resident
 
 log = logging.getLogger(__name__)
 # Each save holds a copy of the saved state until it is uploaded. An adapter is small; a merged model is as large as the
@@ -195,25 +195,23 @@ class Committer:
     def _run_alone(self, op: StartedOp) -> Future[OpResult]:
         lease, entry = op.resident.lease, op.entry
         try:
-            outcome = self._executor.run(lease, entry, op.resident.grad_accumulation)
+            ran = self._executor.run(lease, entry, op.resident.grad_accumulation)
         except OpError as error:
             return OpResult.failed(entry, error).as_future()
-        if isinstance(outcome, Outcome):
-            return OpResult.of(outcome).as_future()
-        written = self._background_saves.start(lease.model_id, partial(_written, entry, outcome))
+        if isinstance(ran, OpResult):
+            return ran.as_future()
+        written = self._background_saves.start(lease.model_id, partial(_written, entry, ran))
         if entry.attempts:
             # This Op broke a worker before. If it does so again, nothing else must run beside it.
             self._background_saves.finish(lease.model_id, _ALONE_S)
         return written
 
     def _run_together(self, group: Sequence[StartedOp]) -> list[Future[OpResult]]:
-        outcomes = self._executor.run_together(
+        ran = self._executor.run_together(
             [(op.resident.lease, op.entry, op.resident.grad_accumulation) for op in group]
         )
-        found = [(op.entry, outcomes[op.resident.lease.model_id]) for op in group]
-        op_results = [
-            OpResult.failed(entry, one) if isinstance(one, OpError) else OpResult.of(one) for entry, one in found
-        ]
+        found = [(op.entry, ran[op.resident.lease.model_id]) for op in group]
+        op_results = [OpResult.failed(entry, one) if isinstance(one, OpError) else one for entry, one in found]
         return [op_result.as_future() for op_result in op_results]
 
 
@@ -233,7 +231,7 @@ def _written(entry: Entry, write: DeferredWrite) -> OpResult:
     """Writes a save; runs in its own thread."""
     try:
         with telemetry.STAGE_SECONDS.labels(entry.kind, "write").time():
-            return OpResult.of(write())
+            return write()
     except OpError as error:
         return OpResult.failed(entry, error)
 

@@ -36,7 +36,7 @@ from app.stores.redis.types import Entry, Lease
 from app.wire import results
 from workers.backends.training.base import BackendOp, Create, Load, TrainingBackend
 from workers.checkpoints import transfer
-from workers.checkpoints.writer import DeferredWrite, Outcome, Saver
+from workers.checkpoints.writer import DeferredWrite, OpResult, Saver
 from workers.process import telemetry
 
 LOST_BATCH = "lost_batch"
@@ -59,21 +59,21 @@ class Executor:
     cache: Disk
     saver: Saver
 
-    def run(self, lease: Lease, entry: Entry, accumulation: GradAccumulation) -> Outcome | DeferredWrite:
+    def run(self, lease: Lease, entry: Entry, accumulation: GradAccumulation) -> OpResult | DeferredWrite:
         """Runs the Op. For a save, returns the function that writes it, to be run beside the next Op.
 
         Raises OpError. The model is then unchanged, except that a failed optim_step drops the gradients.
         """
         if entry.kind in CONSUMED:
             self._consume(lease.model_id, entry)
-            return Outcome(results.of_output(Done()))
+            return OpResult(results.of_output(Done()))
         try:
             return self._run(lease, entry, accumulation)
         except OpError:
             self.give_up(lease, entry)
             raise
 
-    def run_together(self, started: Sequence[tuple[Lease, Entry, GradAccumulation]]) -> dict[str, Outcome | OpError]:
+    def run_together(self, started: Sequence[tuple[Lease, Entry, GradAccumulation]]) -> dict[str, OpResult | OpError]:
         """Runs one forward, one forward_backward or one optim_step of several models in one call of the backend. The
         journal dooms none of the Ops. A failed optim_step drops its model's gradients."""
         failures = {lease.model_id: doom(entry, accumulation) for lease, entry, accumulation in started}
@@ -83,23 +83,23 @@ class Executor:
             if not failures[lease.model_id]
         }
         outputs = self.backend.apply(ops)
-        outcomes: dict[str, Outcome | OpError] = {}
+        op_results: dict[str, OpResult | OpError] = {}
         for lease, entry, _ in started:
             model_id = lease.model_id
             output = outputs[model_id] if model_id in ops else UserOpError(failures[model_id])
             if isinstance(output, OpError):
                 self.give_up(lease, entry)
-                outcomes[model_id] = output
+                op_results[model_id] = output
             else:
-                outcomes[model_id] = _outcome(ops[model_id], output)
-        return outcomes
+                op_results[model_id] = _op_result(ops[model_id], output)
+        return op_results
 
     def give_up(self, lease: Lease, entry: Entry) -> None:
         """Skips a failed Op. A failed step also drops its gradients; when they are sent again, none counts twice."""
         if entry.kind == OptimStep.kind:
             self._drop_gradients(lease.model_id)
 
-    def _run(self, lease: Lease, entry: Entry, accumulation: GradAccumulation) -> Outcome | DeferredWrite:
+    def _run(self, lease: Lease, entry: Entry, accumulation: GradAccumulation) -> OpResult | DeferredWrite:
         failure = doom(entry, accumulation)
         if failure:
             raise UserOpError(failure)
@@ -110,8 +110,8 @@ class Executor:
         if isinstance(op, CreateModel):
             ready = {"state": json.dumps("ready"), "lora": json.dumps(_fields(op.spec.lora))}
             created = results.of_json({"model_id": lease.model_id})
-            return Outcome(created, [(records.Model.namespace, lease.model_id, ready)])
-        return _outcome(op, output)
+            return OpResult(created, [(records.Model.namespace, lease.model_id, ready)])
+        return _op_result(op, output)
 
     def replay(self, lease: Lease, entry: Entry) -> None:
         """Repeats the Op's change to the model. Forwards, saves and failed Ops changed nothing, but a failed step
@@ -194,13 +194,13 @@ def _fields(lora: LoraSpec | None) -> dict[str, Any]:
     return {} if lora is None else asdict(lora)
 
 
-def _outcome(op: Op, output: Output) -> Outcome:
-    """The outcome of a live run; its usage is counted once it is committed."""
+def _op_result(op: Op, output: Output) -> OpResult:
+    """The result of a live run; its usage is counted once it is committed."""
     if not isinstance(op, ForwardBackward):
-        return Outcome(results.of_output(output), point=progress.point_of(op, output))
+        return OpResult(results.of_output(output), point=progress.point_of(op, output))
     tokens = len(op.batch.tokens.values)
     telemetry.TOKENS.labels("trained").inc(tokens)
-    return Outcome(results.of_output(output), usage={TRAINED: tokens}, point=progress.point_of(op, output))
+    return OpResult(results.of_output(output), usage={TRAINED: tokens}, point=progress.point_of(op, output))
 
 
 def doom(entry: Entry, grads: GradAccumulation) -> str:

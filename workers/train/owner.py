@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -16,14 +16,11 @@ import redis
 
 from app import ids
 from app.domain import ops
-from app.domain.progress import Point
-from app.domain.results import Result, Usage
 from app.errors import Fenced, NewerContent, NotFound, OpError, Requeue, TinsmithError, Unavailable
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.types import Entry, Lease, OwnedElsewhere, Write
-from app.wire import results
+from app.stores.redis.types import Entry, Lease, OwnedElsewhere
 from workers.backends.training.base import TrainingBackend
-from workers.checkpoints.writer import Outcome
+from workers.checkpoints.writer import OpResult
 from workers.process import telemetry
 from workers.process.liveness import LeaseKeeper
 from workers.train.executor import GradAccumulation
@@ -313,33 +310,6 @@ def _unsafe(lease: Lease, *, in_doubt: bool) -> TinsmithError:
         "operator give the trainer more memory or a newer version, and go on after the hour",
         at_once=True,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class OpResult:
-    """The result of running an Op. `failure` is empty for success. `after_commit` is to be called after the commit,
-    which counts `usage` and adds `point` to the run's progress."""
-
-    result: Result
-    writes: Sequence[Write] = ()
-    failure: str = ""
-    after_commit: Callable[[], None] = lambda: None
-    usage: Usage = field(default_factory=dict)
-    point: Point | None = None
-
-    @classmethod
-    def of(cls, outcome: Outcome) -> OpResult:
-        return cls(outcome.result, outcome.writes, "", outcome.after_commit, outcome.usage, outcome.point)
-
-    @classmethod
-    def failed(cls, entry: Entry, error: OpError) -> OpResult:
-        return cls(results.of_error(error), (), f"{entry.kind} seq {entry.seq} failed: {error}")
-
-    def as_future(self) -> Future[OpResult]:
-        """This attempt as a future that is already done, for an Op with nothing to wait for."""
-        future: Future[OpResult] = Future()
-        future.set_result(self)
-        return future
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,10 @@ from app.domain.results import Result
 from app.errors import Fenced, Gone, NewerContent, NotFound, NoTurnYet, Requeue, ServerOpError, Unavailable
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry, Lease, NextOp, OwnedElsewhere
+from workers.checkpoints.writer import OpResult
 from workers.process import telemetry
 from workers.train.committer import BackgroundSaves, Committer, StartedOp
-from workers.train.owner import MAX_ATTEMPTS, Broken, Exhausted, OpResult, Owner, Resident, Unrestorable
+from workers.train.owner import MAX_ATTEMPTS, Broken, Exhausted, Owner, Resident, Unrestorable
 from workers.train.scheduler import RetryBackoff, Scheduler
 
 log = logging.getLogger(__name__)
