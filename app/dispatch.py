@@ -22,7 +22,7 @@ import redis
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-from app import broker
+from app import broker, ids
 from app.settings import Settings
 from app.sockets import ANSWER_S, KEEPALIVE
 from app.stores.redis.client import connect
@@ -210,7 +210,7 @@ class TaskEvents:
 
 def _described(request_id: str, kind: str, project: str) -> dict[str, str]:
     parent = "sampling_session_id" if kind == "sample" else "model_id"
-    shown = {"project": project, parent: request_id.rpartition(":")[0]}
+    shown = {"project": project, parent: ids.parent_of(request_id)}
     return {"name": task_name(kind), "args": "()", "kwargs": repr(shown)}
 
 

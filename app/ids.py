@@ -112,7 +112,7 @@ def loss_prefix(session_id: str) -> str:
     return f"{session_id}:loss:"
 
 
-def checkpoint_prefix(model_id: str) -> str:
+def checkpoint_path_prefix(model_id: str) -> str:
     """The prefix of the paths of all checkpoints of a model."""
     return f"tinker://{model_id}/"
 
@@ -129,6 +129,16 @@ def session_of(model_id: str) -> str:
 def request_id(parent_id: str, seq_id: int) -> str:
     """The id of a call. `parent_id` is a model id or a sampling session id."""
     return f"{parent_id}:{seq_id}"
+
+
+def parent_of(request_id: str) -> str:
+    """The model or sampling session of a call."""
+    return request_id.rpartition(":")[0]
+
+
+def seq_of(request_id: str) -> int:
+    """The seq of a call."""
+    return int(request_id.rpartition(":")[2])
 
 
 def sequence_id(request_id: str, index: int) -> str:

@@ -291,7 +291,7 @@ class SignedUrl(SdkSchema):
 @archives_blueprint.response(302, description="Location is the URL of the archive, valid until Expires")
 def get_checkpoint_archive(run: str, kind: str, name: str) -> Response:
     """Redirect to a download URL of a checkpoint's files as one tar."""
-    url, expires = services().archives.url(TinkerPath.parse(f"tinker://{run}/{kind}/{name}"), current_caller())
+    url, expires = services().archives.url(_path(run, kind, name), current_caller())
     return Response(status=302, headers={"Location": url, "Expires": http_date(expires)})
 
 
@@ -310,8 +310,7 @@ def get_archive(asked: dict[str, Any], prefix: str) -> Response:
 @archives_blueprint.response(200, description="The archive, a tar file", content_type="application/x-tar")
 def get_public_archive(asked: dict[str, Any], run: str, kind: str, name: str) -> Response:
     """Download a published checkpoint's archive behind a signed URL, as long as it is published."""
-    path = TinkerPath.parse(f"tinker://{run}/{kind}/{name}")
-    return _tar(services().archives.open_public(path, asked["expires"], asked["signature"]))
+    return _tar(services().archives.open_public(_path(run, kind, name), asked["expires"], asked["signature"]))
 
 
 def _tar(archive: Archive) -> Response:

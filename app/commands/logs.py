@@ -89,7 +89,7 @@ def read(client: redis.Redis, folder: Path, request_id: str) -> CallReport:
             f"there is no call {request_id!r}: give the id of a future, <run or sampler>:<number>; of a call whose "
             "result has expired, only the logs in the data folder are left"
         )
-    parent = request_id.rpartition(":")[0]
+    parent = ids.parent_of(request_id)
     record = _parent(client, parent)
     runner = op.get("runner", "")
     is_running = bool(runner) and _holder(client, request_id, parent) == runner

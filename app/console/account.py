@@ -13,7 +13,7 @@ from app.api.base import current_caller, services
 from app.domain.prices import total
 from app.domain.results import CACHED, PREFILLED, SAMPLED, SAVED, TRAINED
 from app.errors import BadRequest
-from app.ids import session_of
+from app.ids import checkpoint_path_prefix, session_of
 from app.services.tenants.access import check_role
 from app.services.tenants.usage import LONGEST
 
@@ -86,7 +86,7 @@ def _show_run_events(run: str) -> str:
 def _is_about(entry: Mapping[str, Any], run: str) -> bool:
     """True for an entry about the run, one of its checkpoints, or its session."""
     details = entry["event_details"]
-    is_checkpoint = str(details.get("tinker_path", "")).startswith(f"tinker://{run}/")
+    is_checkpoint = str(details.get("tinker_path", "")).startswith(checkpoint_path_prefix(run))
     return is_checkpoint or details.get("model_id") == run or details.get("session_id") == session_of(run)
 
 

@@ -127,14 +127,14 @@ class QueueService:
         return training + [one.request_id for one in snapshot.unfinished.samples if caller.sees(one.owner)]
 
     def _row(self, snapshot: QueueSnapshot, call: Call, now: float, *, begun: bool) -> dict[str, Any]:
-        parent, _, seq = call.request_id.rpartition(":")
+        parent = ids.parent_of(call.request_id)
         state = self._states.at(snapshot, call.request_id, call.kind, parent)
         runs = begun or (state.position is not None and state.position.running)
         return {
             "request_id": call.request_id,
             "kind": call.kind,
             "sampling_session_id" if call.kind == _SAMPLE else "model_id": parent,
-            "seq_id": int(seq),
+            "seq_id": ids.seq_of(call.request_id),
             "waited_s": round(max(0.0, now - call.admitted), 3),
             **({"state": "running", "reason": "it runs now"} if runs else _waiting(state)),
         }
@@ -294,9 +294,8 @@ class QueuePositions:
         """The position of a call; None if the call was not waiting then, or is beyond the counted part of the queue."""
         if request_id in self._samples:
             return self._of_sample(*self._samples[request_id])
-        model_id, _, seq = request_id.rpartition(":")
-        line = self._lines.get(model_id)
-        return self._of_model(line, int(seq) - line.applied - 1) if line else None
+        line = self._lines.get(ids.parent_of(request_id))
+        return self._of_model(line, ids.seq_of(request_id) - line.applied - 1) if line else None
 
     def _of_model(self, line: ModelLine, earlier: int) -> Position | None:
         """The position of a call behind `earlier` calls of its own model."""

@@ -248,7 +248,7 @@ def _check(place: CheckpointPrefix, manifest: Manifest) -> None:
     """Raises ValueError or BadRequest for a manifest that was not written for this place."""
     if not ids.is_model_id(place.model_id):
         raise ValueError(f"{place.model_id!r} is not a run id")
-    path = "" if place.kind == SNAPSHOT else f"tinker://{place.model_id}/{place.kind}/{place.name}"
+    path = "" if place.kind == SNAPSHOT else str(ids.TinkerPath(place.model_id, place.kind, place.name))
     if path:
         ids.TinkerPath.parse(path)
     if manifest.path not in ("", path):

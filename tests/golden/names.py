@@ -62,7 +62,7 @@ def _ids() -> dict[str, Any]:
             ids.model_prefix("s"),
             ids.sampler_prefix("s"),
             ids.loss_prefix("s"),
-            ids.checkpoint_prefix(MODEL),
+            ids.checkpoint_path_prefix(MODEL),
         ],
         "session of": ids.session_of(MODEL),
         "request": [ids.request_id(MODEL, 3), ids.request_id(SAMPLER, 3)],

@@ -166,7 +166,7 @@ class Orphans:
 
     def _is_known(self, model_id: str) -> bool:
         session = self._records.get(Session.namespace, ids.session_of(model_id))
-        return session is not None or any(self._records.ids(Checkpoint.namespace, f"tinker://{model_id}/"))
+        return session is not None or any(self._records.ids(Checkpoint.namespace, ids.checkpoint_path_prefix(model_id)))
 
     def _unreferenced(
         self, places: Collection[CheckpointPrefix], models: Mapping[str, Mapping[str, str]]

@@ -167,7 +167,7 @@ class Redispatcher:
     def _futures(self, pending: Pending) -> Iterator[tuple[str, str, str]]:
         """(kind, request id, parent id) of each waiting request."""
         if pending.seq is None:
-            yield pending.kinds[0], pending.id, pending.id.rpartition(":")[0]
+            yield pending.kinds[0], pending.id, ids.parent_of(pending.id)
             return
         for seq, kind in enumerate(self._oplog.waiting(pending.id, pending.seq), pending.seq):
             yield kind, ids.request_id(pending.id, seq), pending.id

@@ -352,7 +352,7 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
 
     def hand_back() -> None:
         for request_id in runner.hand_back():
-            parts.dispatcher.send("sample", request_id, request_id.rpartition(":")[0], queue)
+            parts.dispatcher.send("sample", request_id, ids.parent_of(request_id), queue)
 
     sweep, leave = sweeper(parts), heartbeat.leave
     runtime = Runtime(runner, runner, queue, heartbeat, watchdog, sweep, probe, close, leave, hand_back)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, start_http_server
 
+from app import ids
 from app.dispatch import KINDS, TaskEvents
 from app.errors import SetupError
 from app.settings import METRICS_PORT_VARIABLE
@@ -115,7 +116,7 @@ def serve_metrics(configured: int, environ: Mapping[str, str] = os.environ) -> s
 def commit_refused(entry: Entry, epoch: int) -> None:
     REFUSED.inc()
     op_abandoned(entry.request_id, "another worker owns the model")
-    where = {"model_id": entry.request_id.rpartition(":")[0], "seq": entry.seq, "epoch": epoch}
+    where = {"model_id": ids.parent_of(entry.request_id), "seq": entry.seq, "epoch": epoch}
     log.warning("commit refused", extra={"request_id": entry.request_id, **where})
 
 
@@ -198,7 +199,7 @@ def op_done(entry: Entry, *, failed: bool, run_s: float, commit_s: float, ops_in
         state,
         extra={
             "request_id": entry.request_id,
-            "model_id": entry.request_id.rpartition(":")[0],
+            "model_id": ids.parent_of(entry.request_id),
             "seq": entry.seq,
             "waited_s": round(entry.waited_s, 4),
             "run_s": round(run_s, 4),

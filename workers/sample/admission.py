@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import redis
 
-from app import dispatch
+from app import dispatch, ids
 from app.domain.sampling import SampleRequest
 from app.stores.redis.journal import RedisOpLog
 from workers.backends.sampling.base import Aborted, RequestHandle
@@ -159,4 +159,4 @@ class ThrottledDispatch:
             return
         for request_id, node in due:
             queue = dispatch.direct_queue(self.queue, node) if node else self.queue
-            self.send("sample", request_id, request_id.rpartition(":")[0], queue)
+            self.send("sample", request_id, ids.parent_of(request_id), queue)

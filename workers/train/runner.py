@@ -82,7 +82,7 @@ class TrainingRunner:
     def _handle(self, request_id: str, model_id: str, kind: str, *, may_run_others: bool) -> Result | None:
         """Handles one dispatch. With `may_run_others`, runs what has to run first; without it, runs at once and does
         not wait for a save."""
-        seq = int(request_id.rpartition(":")[2])
+        seq = ids.seq_of(request_id)
         try:
             if self._owner.resident(model_id) is None and self._retry_backoff.holds_back(model_id):
                 return self._hold_back(request_id, model_id, seq, kind)
@@ -277,7 +277,7 @@ class TrainingRunner:
             newer,
             extra={"request_id": request_id, "model_id": model_id},
         )
-        self._retry_backoff.retry_later(model_id, int(request_id.rpartition(":")[2]), kind)
+        self._retry_backoff.retry_later(model_id, ids.seq_of(request_id), kind)
         raise Requeue(f"{request_id}: {newer}") from newer
 
     def _start_over(self, broken: Broken) -> None:

@@ -91,7 +91,7 @@ def find_public(store: RedisRecords, path: TinkerPath) -> Checkpoint | None:
 def list_run_checkpoints(store: RedisRecords, model_ids: Sequence[str], caller: Caller) -> list[list[Found]]:
     """For each run its checkpoints that the caller may read; of another project's run these are the public ones. Newest
     first and without the expired ones, as in `list_checkpoints`."""
-    prefixes = [ids.checkpoint_prefix(model_id) for model_id in model_ids]
+    prefixes = [ids.checkpoint_path_prefix(model_id) for model_id in model_ids]
     return [_newest_first(store, found.items()) for found in store.readable_checkpoints(prefixes, caller.roles.keys())]
 
 

@@ -109,7 +109,7 @@ class RedisBacklog:
         return lines
 
     def _samples(self, request_ids: Sequence[str]) -> list[WaitingSample]:
-        parents = [id_.rpartition(":")[0] for id_ in request_ids]
+        parents = [ids.parent_of(id_) for id_ in request_ids]
         # All requests of a sampler are in one queue; the last request is the least likely to have ended meanwhile.
         whose = self._places(dict(zip(parents, request_ids, strict=True)))
         pairs = zip(parents, request_ids, strict=True)

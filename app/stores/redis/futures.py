@@ -129,7 +129,7 @@ class RedisFutures:
         if what == "given_up":
             raise NotFound(GIVEN_UP.format(sampler=parent_id[:200], most=self._adapters, hours=self._adapter_s / 3600))
         if what == "conflict":
-            raise BadRequest(CONFLICT.format(seq=request_id.rpartition(":")[2]))
+            raise BadRequest(CONFLICT.format(seq=ids.seq_of(request_id)))
         if bounds and what in _FULL_QUEUE:
             error, text = _FULL_QUEUE[what]
             raise error(text.format(queue=queue, held=held, tokens=tokens, bounds=bounds))
@@ -325,9 +325,10 @@ class RedisFutures:
 
     def _absence(self, request_id: str, owners: Set[str]) -> NotFound | Gone:
         """Gone for an id whose parent belongs to the caller, because it existed once; NotFound for any other id."""
-        parent, _, seq = request_id.rpartition(":")
+        parent = ids.parent_of(request_id)
         for namespace in ("models", "samplers"):
             stored, applied = self._redis.hmget(keys.record(namespace, parent), ["owner", "applied"])
-            if stored is not None and json.loads(stored) in owners and (applied is None or int(seq) <= int(applied)):
+            is_own = stored is not None and json.loads(stored) in owners
+            if is_own and (applied is None or ids.seq_of(request_id) <= int(applied)):
                 return Gone(f"the result of {request_id!r} has expired")
         return NotFound(f"future {request_id!r} does not exist")

@@ -97,7 +97,7 @@ def test_a_checkpoint_is_listed_and_loads_bit_for_bit(world: World):
     expected = undisturbed(world, [0, 1])
     emptied(world)
     assert rebuild(world).checkpoints == [SAVED]
-    (path, fields), *others = world.records.list(Checkpoint.namespace, ids.checkpoint_prefix(MODEL))
+    (path, fields), *others = world.records.list(Checkpoint.namespace, ids.checkpoint_path_prefix(MODEL))
     checkpoint = load(Checkpoint, fields)
     assert (path, others) == (SAVED, [])
     assert (checkpoint.owner, checkpoint.user_metadata, checkpoint.lora["rank"]) == ("me", {"note": "kept"}, LORA.rank)
