@@ -67,12 +67,6 @@ def no_losses(loss_id: str) -> CustomLoss:
     raise BadRequest(f"loss {loss_id[:200]!r} does not exist")
 
 
-def decode_forward_backward(body: bytes, find: FindLoss = no_losses) -> tuple[str, int, ForwardBackward]:
-    """Decodes a protobuf body to (model id, seq, Op). Raises BadRequest."""
-    envelope = open_envelope(body)
-    return envelope.model_id, envelope.seq, envelope.decode(find)
-
-
 def open_envelope(body: bytes) -> Envelope:
     """Reads the envelope of a protobuf body. Raises BadRequest when the body is not a ForwardBackwardRequest."""
     try:

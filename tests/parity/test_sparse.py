@@ -14,7 +14,7 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from app.domain import ops
 from app.domain.ops import ForwardBackward
-from app.wire.forward_backward import decode_forward_backward
+from app.wire.forward_backward import no_losses, open_envelope
 from tests.parity.datums import Datum
 from tests.parity.reference import Reference, relative_error
 from tests.parity.training import run
@@ -44,7 +44,7 @@ def op_of(datums: list[Datum], encode: Callable[[np.ndarray], object]) -> tuple[
     ]
     request = ForwardBackwardRequest(ForwardBackwardInput(rows, "cross_entropy", None), "s:train:0", 1)
     body = forward_backward_request_to_proto(request).SerializeToString()
-    return decode_forward_backward(body)[2], len(body)
+    return open_envelope(body).decode(no_losses), len(body)
 
 
 def test_sparse_rows_train_as_dense_ones_do(

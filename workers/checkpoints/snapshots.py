@@ -41,8 +41,6 @@ from workers.train.executor import Executor, GradAccumulation
 from workers.train.owner import Resident
 
 log = logging.getLogger(__name__)
-# A longer settle continues in the background; only a process that ends cannot wait for it.
-_SETTLE_S = 5.0
 # A new owner reads this many Ops in about a second, also if it need not run them again.
 _MOST_OPS = 1_000
 # A new owner runs this many passes again. A batch of 128 datums a call has fewer calls a step.
@@ -182,8 +180,8 @@ class Snapshots:
             return False
         return all(READS_GRADIENTS in worker.describe for worker in workers if worker.role in TRAINER_ROLES)
 
-    def settle(self, resident: Resident, *, within_s: float = _SETTLE_S) -> None:
-        """Makes the model's state durable before it is discarded, as far as that can be done now.
+    def settle(self, resident: Resident, *, within_s: float) -> None:
+        """Makes the model's state durable before it is discarded, as far as about `within_s` seconds allow.
 
         Nothing depends on it: without it, the next owner replays more. Unfinished work continues in the background.
         No snapshot is taken while few gradients are pending, which are quickly replayed, or Ops ran ahead of their

@@ -312,10 +312,6 @@ class RedisOpLog(RedisFutures):
         """Notes that an API process accepts calls, for so long from now."""
         self._run("take_calls", int(seconds * 1000))
 
-    def takes_calls(self) -> bool:
-        """True if any API process accepts calls."""
-        return bool(self._redis.exists(keys.TAKING_CALLS))
-
     def take_none(self, reason: str, seconds: float) -> None:
         """Has new calls refused for this reason, for so long from now."""
         self._run("take_none", reason, int(seconds * 1000))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from app.settings import EngineSettings
+from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
 from tests.api_server import serve
@@ -22,11 +23,10 @@ def await_true(what: Callable[[], bool]) -> None:
 
 def test_it_says_that_calls_can_come_in_for_as_long_as_it_lives(tmp_path: Path):
     with start_valkey(tmp_path / "valkey") as url, connect(url) as client:
-        oplog = RedisOpLog(client, EngineSettings())
-        assert not oplog.takes_calls()
+        assert not client.exists(keys.TAKING_CALLS)
         with serve(tmp_path, url):
-            await_true(oplog.takes_calls)
-        await_true(lambda: not oplog.takes_calls())
+            await_true(lambda: client.exists(keys.TAKING_CALLS) == 1)
+        await_true(lambda: client.exists(keys.TAKING_CALLS) == 0)
 
 
 def test_no_call_comes_in_while_its_disk_is_nearly_full(tmp_path: Path):

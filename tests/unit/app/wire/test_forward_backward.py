@@ -17,7 +17,7 @@ from app.domain.ops import ForwardBackward
 from app.errors import BadRequest
 from app.wire import bodies, forward_backward
 from app.wire import tinker_pb2 as pb
-from app.wire.forward_backward import decode_forward_backward, no_losses
+from app.wire.forward_backward import no_losses, open_envelope
 
 MINIMAL = bytes.fromhex(
     "0a09733a747261696e3a3010011a380a0c0a0a0a08010000000200000012280a0d7461726765745f746f6b656e73"
@@ -35,12 +35,12 @@ def datum(tokens: list[int], **inputs: object) -> types.Datum:
 
 
 def decode(body: bytes) -> ForwardBackward:
-    return decode_forward_backward(body)[2]
+    return open_envelope(body).decode(no_losses)
 
 
 def test_the_documented_bytes_decode_to_their_content() -> None:
-    model_id, seq, op = decode_forward_backward(MINIMAL)
-    assert (model_id, seq, op.loss_fn, op.forward_only) == ("s:train:0", 1, "cross_entropy", False)
+    envelope, op = open_envelope(MINIMAL), decode(MINIMAL)
+    assert (envelope.model_id, envelope.seq, op.loss_fn, op.forward_only) == ("s:train:0", 1, "cross_entropy", False)
     assert [a.tolist() for a in op.batch.tokens] == [[1, 2]]
     assert [a.tolist() for a in op.batch.inputs["target_tokens"]] == [[2, 3]]
 
@@ -177,4 +177,4 @@ def test_the_columns_of_a_call_share_the_limit_of_sparse_tensors() -> None:
 
 def test_a_body_that_cannot_be_read_is_refused() -> None:
     with pytest.raises(BadRequest, match="not a Forward"):
-        decode_forward_backward(b"\xff\xff")
+        open_envelope(b"\xff\xff")

@@ -14,10 +14,9 @@ from app.domain import ops
 from app.domain.images import MAX_BYTES, MAX_IMAGES, MAX_PIXELS, MAX_TOKENS, Image
 from app.errors import BadRequest
 from app.wire import bodies, images
-from app.wire.forward_backward import decode_forward_backward
 from app.wire.images import ModelInput
 from tests import pictures
-from tests.unit.app.wire.test_forward_backward import sdk_body
+from tests.unit.app.wire.test_forward_backward import decode, sdk_body
 
 PNG, JPEG = (pictures.encoded(pictures.picture(24, 16), form) for form in ("png", "jpeg"))
 
@@ -37,7 +36,7 @@ def chunk(data: bytes = PNG, form: str = "png", expected: int | None = 6) -> typ
 
 def test_an_image_takes_its_expected_tokens_among_the_text() -> None:
     data = [datum(text(5, 6), chunk(), text(7)), datum(text(8)), datum(chunk(JPEG, "jpeg", 3), chunk(PNG, "png", 2))]
-    batch = decode_forward_backward(sdk_body(data))[2].batch
+    batch = decode(sdk_body(data)).batch
     assert [array.tolist() for array in batch.tokens] == [[5, 6, 0, 0, 0, 0, 0, 0, 7], [8], [0] * 5]
     assert batch.images == (
         Image(0, 2, 6, "png", PNG),
@@ -47,9 +46,9 @@ def test_an_image_takes_its_expected_tokens_among_the_text() -> None:
 
 
 def test_images_come_back_from_the_journal() -> None:
-    op = decode_forward_backward(sdk_body([datum(text(5, 6), chunk())]))[2]
+    op = decode(sdk_body([datum(text(5, 6), chunk())]))
     assert ops.decode(ops.encode(op)).batch.images == op.batch.images
-    other = decode_forward_backward(sdk_body([datum(text(5, 6), chunk(PNG[:-1] + b"x"))]))[2]
+    other = decode(sdk_body([datum(text(5, 6), chunk(PNG[:-1] + b"x"))]))
     assert ops.digest(ops.encode(op)) != ops.digest(ops.encode(other)), "another image is another call"
 
 
@@ -107,7 +106,7 @@ def test_a_wrong_image_is_refused_by_datum_and_position(case: str) -> None:
         model_input=types.ModelInput(chunks=[text(1), make()]), loss_fn_inputs={"target_tokens": [1] * 7}
     )
     with pytest.raises(BadRequest, match=f"datum 1: the image at position 1.*{message}"):
-        decode_forward_backward(sdk_body([datum(text(1)), sent]))
+        decode(sdk_body([datum(text(1)), sent]))
 
 
 def test_the_largest_image_is_taken() -> None:
