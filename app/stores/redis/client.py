@@ -92,6 +92,11 @@ def text_fields(fields: Mapping[bytes, bytes]) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in fields.items()}
 
 
+def flat(fields: Mapping[str, str] | Mapping[str, int]) -> list[str | int]:
+    """Names and values in turn, as scripts take them."""
+    return [part for pair in fields.items() for part in pair]
+
+
 class Scripts:
     """Calls a script by name: `scripts("admit", ...)`. All input goes through ARGV; the script builds keys from ids.
 

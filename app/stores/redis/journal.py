@@ -17,7 +17,7 @@ from app.domain.progress import Point
 from app.domain.results import NOTHING, Result, Usage
 from app.errors import BadRequest, Fenced, Gone, NotFound, Unavailable
 from app.stores.redis import keys, limits
-from app.stores.redis.client import read_hash
+from app.stores.redis.client import flat, read_hash
 from app.stores.redis.futures import CONFLICT, RedisFutures
 from app.stores.redis.types import (
     Admission,
@@ -58,7 +58,7 @@ class RedisOpLog(RedisFutures):
 
     def create_model(self, model_id: str, fields: Record) -> bool:
         """Registers a model with nothing applied (seq 0 comes first). Returns False if the model exists already."""
-        return bool(self._run("create_model", model_id, *_flat(fields)))
+        return bool(self._run("create_model", model_id, *flat(fields)))
 
     def admit(
         self,
@@ -84,7 +84,7 @@ class RedisOpLog(RedisFutures):
         """
         request_id = ids.request_id(model_id, seq)
         self._check_size(payload)
-        more = limits.of_op(charge), audited, trace, *_flat(model or {})
+        more = limits.of_op(charge), audited, trace, *flat(model or {})
         call = model_id, seq, request_id, kind, digest
         found = self._admit(payload, lambda *content: self._run("admit", *content, *call, *more))
         what, detail = _texts(found)
@@ -374,10 +374,6 @@ def _point(point: Point | None) -> str:
         return ""
     stored = {"metrics": dict(point.metrics), "tokens": point.tokens, "weight": point.weight, "seconds": point.seconds}
     return json.dumps(stored, separators=(",", ":"))
-
-
-def _flat(fields: Record) -> list[str]:
-    return [part for pair in fields.items() for part in pair]
 
 
 def _texts(found: Sequence[bytes]) -> list[str]:

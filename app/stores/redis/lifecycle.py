@@ -13,7 +13,7 @@ from app.domain.limits import Charge
 from app.domain.results import Result
 from app.settings import EngineSettings
 from app.stores.redis import keys, limits
-from app.stores.redis.client import Scripts
+from app.stores.redis.client import Scripts, flat
 from app.stores.redis.journal import ENDED
 from app.stores.redis.types import Holder, Record
 
@@ -50,8 +50,7 @@ class RedisLifecycle:
     def open(self, session_id: str, fields: Record, charge: Charge) -> None:
         """Opens a session; one that exists does not change and is not charged again. Raises TooManyRequests or
         LimitReached for a limit of `charge`, and Unavailable while there is no room for another record."""
-        flat = [part for pair in fields.items() for part in pair]
-        limits.check(self._run("open_session", session_id, limits.of_op(charge), *flat))
+        limits.check(self._run("open_session", session_id, limits.of_op(charge), *flat(fields)))
 
     def heartbeat(self, session_id: str) -> None:
         """Notes that the client of the session is alive."""
@@ -137,7 +136,7 @@ class RedisLifecycle:
 
     def count_adapters(self, sizes: Mapping[str, int]) -> None:
         """Sets the bytes of adapters of saves without a path, by the names of all payers that have some."""
-        self._run("set_ephemeral", *(part for pair in sizes.items() for part in pair))
+        self._run("set_ephemeral", *flat(sizes))
 
     def adapters_in_use(self, session_id: str) -> set[str]:
         """The adapters, by prefix, that unfinished requests of the session's samplers run on."""

@@ -14,7 +14,7 @@ from app.domain.limits import UNCHARGED, Charge, Limits, Payer, Used
 from app.errors import BudgetSpent, LimitReached, TooManyRequests
 from app.settings import EngineSettings
 from app.stores.redis import keys
-from app.stores.redis.client import Scripts
+from app.stores.redis.client import Scripts, flat
 from app.stores.redis.types import Record
 
 _LIMITED = b"limited"
@@ -64,7 +64,7 @@ class RedisQuotas:
         `upload`: the id and the fields of an upload to record in the same step. Where it exists already, this changes
         and charges nothing."""
         asked, payers = with_names(charge)
-        recorded = [upload[0], *(part for pair in upload[1].items() for part in pair)] if upload else []
+        recorded = [upload[0], *flat(upload[1])] if upload else []
         check(self._run("reserve", path, asked, payers, charge.stored, int(seconds * 1000), *recorded))
 
     def release(self, path: str) -> None:

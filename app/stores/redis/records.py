@@ -17,7 +17,7 @@ from app.errors import NotFound, TooLarge, Unavailable
 from app.settings import EngineSettings
 from app.stores.pages import Ledger
 from app.stores.redis import keys
-from app.stores.redis.client import Scripts, is_outage, read_hash, text_fields
+from app.stores.redis.client import Scripts, flat, is_outage, read_hash, text_fields
 from app.stores.redis.types import Record
 
 _POINT_FIELDS = {each.name for each in dataclasses.fields(Point)} - {"kind", "seq", "at"}
@@ -79,8 +79,7 @@ class RedisRecords:
         self._run = Scripts(client, settings)
 
     def put(self, namespace: str, key: str, fields: Record, *, ttl_s: float | None = None) -> None:
-        flat = [part for pair in fields.items() for part in pair]
-        self._run("put", namespace, key, 0 if ttl_s is None else int(ttl_s * 1000), *flat)
+        self._run("put", namespace, key, 0 if ttl_s is None else int(ttl_s * 1000), *flat(fields))
 
     def put_demand(self, role: str, base_model: str) -> None:
         """Records that a worker is needed for which no call waits yet."""
@@ -90,15 +89,13 @@ class RedisRecords:
     def put_new(self, namespace: str, key: str, fields: Record) -> bool:
         """Creates a record. Returns False when it exists already; that one stays. Raises Unavailable while there is no
         room for another."""
-        flat = [part for pair in fields.items() for part in pair]
-        return bool(self._run("put_new", namespace, key, *flat))
+        return bool(self._run("put_new", namespace, key, *flat(fields)))
 
     def put_reserved(self, path: str, checkpoint: Checkpoint) -> bool:
         """Records a checkpoint that RedisQuotas reserved room for, and ends the reservation in the same step. Returns
         False when the path has a checkpoint already; that one stays. Raises Unavailable when the reservation has
         lapsed, and while there is no room for another record."""
-        flat = [part for pair in dump(checkpoint).items() for part in pair]
-        outcome = self._run("put_reserved", path, checkpoint.size_bytes, *flat)
+        outcome = self._run("put_reserved", path, checkpoint.size_bytes, *flat(dump(checkpoint)))
         if outcome < 0:
             raise Unavailable(f"saving {path} took so long that its storage reservation has expired; try again")
         return bool(outcome)
@@ -107,8 +104,7 @@ class RedisRecords:
         """Records a custom loss. Returns False when the id has one already; that one stays. Raises TooLarge when the
         losses of its session would take more than `most_bytes`, NotFound when the session is gone, and Unavailable
         while there is no room for another record."""
-        flat = [part for pair in dump(loss).items() for part in pair]
-        outcome = self._run("put_loss", loss.session_id, loss_id, len(loss.content), most_bytes, *flat)
+        outcome = self._run("put_loss", loss.session_id, loss_id, len(loss.content), most_bytes, *flat(dump(loss)))
         if outcome == -1:
             raise TooLarge(f"the custom losses of session {loss.session_id} take over {most_bytes} bytes")
         if outcome == -2:
@@ -118,13 +114,11 @@ class RedisRecords:
     def put_newer(self, namespace: str, key: str, version: int, fields: Record) -> bool:
         """Sets a record with a field `version`. Returns False, without a change, when that version or a later one
         exists."""
-        flat = [part for pair in fields.items() for part in pair]
-        return bool(self._run("put_newer", namespace, key, version, *flat))
+        return bool(self._run("put_newer", namespace, key, version, *flat(fields)))
 
     def update(self, namespace: str, key: str, fields: Record) -> bool:
         """Sets fields of a record. Returns False when there is no such record; none is created."""
-        flat = [part for pair in fields.items() for part in pair]
-        return bool(self._run("update", namespace, key, *flat))
+        return bool(self._run("update", namespace, key, *flat(fields)))
 
     def find(self, cls: type[R], key: str) -> R | None:
         """The record, of which only the fields of `cls` are read; None if there is none."""
@@ -135,7 +129,7 @@ class RedisRecords:
 
     def find_key(self, id_: str) -> tuple[Key, User | None] | None:
         """An API key and its user, if that is there, in one round trip; None if there is no such key."""
-        key, user = (text_fields(_paired(flat)) for flat in self._run("key_and_user", id_))
+        key, user = (text_fields(_paired(parts)) for parts in self._run("key_and_user", id_))
         return (load(Key, key), load(User, user) if user else None) if key else None
 
     def get(self, namespace: str, key: str) -> dict[str, str] | None:
@@ -147,8 +141,7 @@ class RedisRecords:
 
     def delete_same(self, namespace: str, key: str, fields: Record) -> bool:
         """Deletes a record that still has the `fields` that were read. Returns False when it has changed since."""
-        flat = [part for pair in fields.items() for part in pair]
-        return bool(self._run("delete_same", namespace, key, *flat))
+        return bool(self._run("delete_same", namespace, key, *flat(fields)))
 
     def delete_older(
         self, project: str, newer: Iterable[Stored], older: Iterable[Stored], entries: Mapping[str, str]
@@ -181,7 +174,7 @@ class RedisRecords:
             calls = [(prefix, *owners) for prefix in prefixes[start : start + _PREFIXES]]
             for found in self._run.each("readable_checkpoints", calls):
                 records = zip(found[::2], found[1::2], strict=True)
-                yield {path.decode(): text_fields(_paired(flat)) for path, flat in records}
+                yield {path.decode(): text_fields(_paired(parts)) for path, parts in records}
 
     def list_checkpoints(self, projects: Collection[str]) -> dict[str, dict[str, str]]:
         """The checkpoints of these projects, by path. The owner in a record is its owner when it was read.
@@ -369,8 +362,8 @@ def _retained(fields: Record) -> list[str]:
     return [fields.get(name, "") for name in RETAINED]
 
 
-def _paired(flat: Sequence[bytes]) -> dict[bytes, bytes]:
-    return dict(zip(flat[::2], flat[1::2], strict=True))
+def _paired(parts: Sequence[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def _slices(ids: Sequence[str]) -> Iterator[Sequence[str]]:
