@@ -37,7 +37,20 @@ class CheckpointPrefix:
     seq: int
 
     def __str__(self) -> str:
-        return f"{MODELS}/{self.model_id}/{self.kind}/{self.name}/{self.seq}-{self.epoch}"
+        return f"{MODELS}/{self.model_id}/{self.kind}/{self.name}/{self.generation}"
+
+    @property
+    def generation(self) -> str:
+        """Differs for every attempt that may write other bytes. It holds the lease's epoch, so a replaced owner can
+        never touch its successor's files."""
+        return f"{self.seq}-{self.epoch}"
+
+    @classmethod
+    def of(cls, key: str) -> CheckpointPrefix:
+        """Parses a prefix or key that is known to be one."""
+        place = cls.parse(key)
+        assert place is not None, f"{key} is not a checkpoint prefix"
+        return place
 
     @classmethod
     def parse(cls, key: str) -> CheckpointPrefix | None:

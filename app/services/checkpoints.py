@@ -266,14 +266,14 @@ class CopyService:
             )
 
     def _write(self, target: ids.TinkerPath, project: str, source: Checkpoint, ttl_seconds: int | None) -> Manifest:
-        prefix, now = str(_place(target)), self.records.now()
+        place, now = _place(target), self.records.now()
         expiry = Expiry.of(now, ttl_seconds, self.quotas.checkpoint_ttl_s(project))
         for name in source.files:
-            self.objects.copy(f"{source.prefix}/{name}", f"{prefix}/{name}")
+            self.objects.copy(f"{source.prefix}/{name}", f"{place}/{name}")
         manifest = replace(
             Manifest.from_json(self.objects.read(f"{source.prefix}/{MANIFEST}")),
             path=str(target),
-            generation=f"{_SEQ}-{_EPOCH}",
+            generation=place.generation,
             model_id=target.model_id,
             owner=project,
             seq=_SEQ,
@@ -282,9 +282,9 @@ class CopyService:
             expires_at=expiry.at,
             expiry_by=expiry.by,
         )
-        if self.objects.put_new(f"{prefix}/{MANIFEST}", manifest.to_json()):
+        if self.objects.put_new(f"{place}/{MANIFEST}", manifest.to_json()):
             return manifest
-        return Manifest.from_json(self.objects.read(f"{prefix}/{MANIFEST}"))
+        return Manifest.from_json(self.objects.read(f"{place}/{MANIFEST}"))
 
     def _record(self, target: ids.TinkerPath, source: Checkpoint, manifest: Manifest) -> None:
         copy = replace(

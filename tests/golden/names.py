@@ -199,7 +199,7 @@ def _objects() -> dict[str, Any]:
         PageFiles(store).add(Page("usage", "me", 472_222), {"training base key": "5"})
         PageFiles(store).add(Page("audit", "me", 472_222), {"id": "1700000000000 {}"})
         notes.note_move(store, "session", _AT, "other")
-        prefix = transfer.prefix_for(MODEL, "weights", "a", "3-1")
+        prefix = str(CheckpointPrefix(MODEL, "weights", "a", 1, 3))
         notes.note(store, prefix, "expires_at", _AT, _AT + 60)
         notes.note(store, prefix, "public", _AT, True)
         (root / "sealed").mkdir()

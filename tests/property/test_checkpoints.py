@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from app.domain.checkpoints import MANIFEST, Manifest
+from app.domain.checkpoints import MANIFEST, CheckpointPrefix, Manifest
 from app.domain.ops import LoraSpec
 from app.errors import Fenced, NotFound, ServerOpError, Unavailable
 from app.stores.objects.base import ObjectStore
@@ -168,7 +168,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             self.store.put_new(key, data)
 
     def _prefix(self, generation: int) -> str:
-        return transfer.prefix_for(MODEL, "weights", "step-1", f"{generation}-1")
+        return str(CheckpointPrefix(MODEL, "weights", "step-1", 1, generation))
 
     def _manifest(self, generation: int) -> bytes | None:
         try:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from app.domain.checkpoints import FileEntry, Manifest
+from app.domain.checkpoints import CheckpointPrefix, FileEntry, Manifest
 from app.domain.ops import LoraSpec
 from app.errors import BadRequest, ServerOpError
 from app.stores.objects.folder import FolderStore
 from workers.checkpoints import transfer
 
-PREFIX = transfer.prefix_for("s:train:0", "weights", "a", "1-1")
+PREFIX = str(CheckpointPrefix("s:train:0", "weights", "a", 1, 1))
 NAMES = ["adapter_model.bin", "weights.pt", "x.pkl", "all.tar", "model.py", "../up.json", "/tmp/x.json", "a/b.json"]
 NAMES += [".hidden.json", "..json", "a.json\n", "a.json\x00.safetensors", "x.safetensors.pt"]
 

@@ -72,7 +72,7 @@ class ShmTransfers:
             self._folder.make_room(self._is_on_record)
             for prefix in list(self._folder.prefixes()):
                 if self._is_on_record(prefix):
-                    self.upload(_place(prefix).model_id)
+                    self.upload(CheckpointPrefix.of(prefix).model_id)
 
     def publish(self, prefix: str, fill: Callable[[Path], None], size: int) -> bool:
         """Puts a checkpoint of about `size` bytes where samplers of this machine find it. Returns False when there is
@@ -99,7 +99,7 @@ class ShmTransfers:
         """The prefixes, by seq, that have to be rebuilt for a model that is being restored here."""
         self._lost.discard(model_id)
         missing = [prefix for prefix in self._on_record(model_id) if self._folder.find(prefix) is None]
-        return {_place(prefix).seq: prefix for prefix in missing}
+        return {CheckpointPrefix.of(prefix).seq: prefix for prefix in missing}
 
     def lost(self) -> set[str]:
         """Models whose folder lost an adapter that was not uploaded; these models have to be restored again."""
@@ -159,12 +159,6 @@ class ShmTransfers:
 
     def _is_on_record(self, prefix: str) -> bool:
         return self._index.get(ShmTransfer.namespace, prefix) is not None
-
-
-def _place(prefix: str) -> CheckpointPrefix:
-    place = CheckpointPrefix.parse(prefix)
-    assert place is not None, f"{prefix} is not a checkpoint prefix"
-    return place
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +331,7 @@ class ShmFolder:
 
 def _version(prefix: str) -> tuple[str, int, int]:
     """The model id, and the epoch and seq, which grow with each of its versions."""
-    place = _place(prefix)
+    place = CheckpointPrefix.of(prefix)
     return place.model_id, place.epoch, place.seq
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import redis
 
-from app.domain.checkpoints import SNAPSHOT, Manifest
+from app.domain.checkpoints import SNAPSHOT, CheckpointPrefix, Manifest
 from app.domain.records import Model
 from app.errors import Fenced, NotFound, ServerOpError, TinsmithError
 from app.stores.disk import Disk
@@ -117,7 +117,7 @@ class SnapshotPipeline:
 
         def fill(folder: Path) -> None:
             taken.write(folder)
-            transfer.seal(folder, self._saver.describe(folder, taken.lease, taken.seq))
+            transfer.seal(folder, self._saver.describe(folder, _place(taken.lease, taken.seq)))
 
         try:
             local = self._folder.write(model_id, taken.seq, taken.lease.epoch, fill, taken.write.size)
@@ -147,9 +147,8 @@ class SnapshotPipeline:
         if manifest is None:
             return
         # The pointer's epoch may be later than the epoch that wrote the snapshot. No other owner touches its prefix.
-        epoch = written.lease.epoch
-        manifest = replace(manifest, generation=f"{manifest.seq}-{epoch}", epoch=epoch)
-        prefix = transfer.prefix_for(model_id, SNAPSHOT, str(manifest.seq), manifest.generation)
+        place = _place(written.lease, manifest.seq)
+        manifest, prefix = replace(manifest, generation=place.generation, epoch=place.epoch), str(place)
         try:
             transfer.upload(self._saver.store, prefix, written.local.path, manifest)
             # The journal is not trimmed before the transfers have ended; waiting here saves a second attempt.
@@ -176,6 +175,10 @@ class SnapshotPipeline:
             log.error("a local snapshot is damaged and was removed: %s", error, extra={"model_id": model_id})
             self._folder.remove(local)
         return None
+
+
+def _place(lease: Lease, seq: int) -> CheckpointPrefix:
+    return CheckpointPrefix(lease.model_id, SNAPSHOT, str(seq), lease.epoch, seq)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -48,12 +48,6 @@ _PAUSE_S = 0.1
 _WITHIN_S = 10.0
 
 
-def prefix_for(model_id: str, kind: str, name: str, generation: str) -> str:
-    """The prefix of a checkpoint. `generation` must differ for every attempt that may write other bytes, so it holds
-    the lease's epoch: a replaced owner can then never touch its successor's files."""
-    return f"models/{model_id}/{kind}/{name}/{generation}"
-
-
 def describe(
     folder: Path,
     *,

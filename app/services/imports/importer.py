@@ -117,7 +117,7 @@ class Importer:
         """Stores the manifest, and returns the one that is there."""
         manifest = Manifest(
             path=str(path),
-            generation=f"{place.seq}-{_EPOCH}",
+            generation=place.generation,
             model_id=path.model_id,
             owner=project,
             base_model=base_model,

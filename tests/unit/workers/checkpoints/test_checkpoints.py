@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from app.domain.checkpoints import Manifest
+from app.domain.checkpoints import CheckpointPrefix, Manifest
 from app.domain.ops import LoraSpec
 from app.errors import BadRequest, Fenced, NotFound, ServerOpError, Unavailable
 from app.stores.objects.folder import FolderStore
@@ -16,7 +16,7 @@ from workers.backends.training.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE, OP
 from workers.checkpoints import transfer
 
 MODEL = "3b1f:train:0"
-PREFIX = transfer.prefix_for(MODEL, "weights", "step-1", "7-2")
+PREFIX = str(CheckpointPrefix(MODEL, "weights", "step-1", 2, 7))
 LORA = LoraSpec(rank=8, train_unembed=False, seed=3)
 CONTENT = {ADAPTER_FILE: b"a" * 70_000, ADAPTER_CONFIG_FILE: b'{"r": 8}', OPTIMIZER_FILE: b"moments"}
 
@@ -241,7 +241,7 @@ def test_a_forgotten_checkpoint_leaves_the_cache_and_can_be_fetched_again(
 
 
 def test_generations_of_one_name_lie_apart():
-    later = transfer.prefix_for(MODEL, "weights", "step-1", "9-2")
+    later = str(CheckpointPrefix(MODEL, "weights", "step-1", 2, 9))
     assert later != PREFIX
     assert later.rpartition("/")[0] == PREFIX.rpartition("/")[0]
 
