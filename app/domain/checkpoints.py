@@ -129,10 +129,13 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes) -> Manifest:
-        """Raises ValueError on another schema version."""
-        raw = json.loads(data)
-        if raw.get("schema_version") not in (SCHEMA_VERSION, WINDOW_VERSION):
-            raise ValueError(f"manifest schema {raw.get('schema_version')!r} is not {SCHEMA_VERSION}")
-        raw["lora"] = raw["lora"] and LoraSpec(**raw["lora"])
-        raw["files"] = {name: FileEntry(**entry) for name, entry in raw["files"].items()}
-        return cls(**raw)
+        """Raises ValueError for what is no manifest, or has another schema version."""
+        try:
+            raw = json.loads(data)
+            if raw.get("schema_version") not in (SCHEMA_VERSION, WINDOW_VERSION):
+                raise ValueError(f"manifest schema {raw.get('schema_version')!r} is not {SCHEMA_VERSION}")
+            raw["lora"] = raw["lora"] and LoraSpec(**raw["lora"])
+            raw["files"] = {name: FileEntry(**entry) for name, entry in raw["files"].items()}
+            return cls(**raw)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(str(error)) from error

@@ -348,7 +348,7 @@ class ArchiveService:
             manifest = Manifest.from_json(self._objects.read(f"{prefix}/{MANIFEST}"))
         except NotFound:
             raise NotFound("this checkpoint was deleted") from None
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except ValueError:
             raise Unavailable(f"the manifest of {prefix} is damaged: restore it in the object store") from None
         sizes = {name: entry.size for name, entry in manifest.files.items()}
         padded = (_padded(size) for size in sizes.values())

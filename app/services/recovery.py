@@ -159,7 +159,7 @@ class Rebuild:
             newest = replace(written, expires_at=expires_at, expiry_by=expiry_by, public=public, owner=owner)
             manifest = _TYPED.validate_python(asdict(newest))
             _check(place, manifest)
-        except (ValueError, TypeError, KeyError, AttributeError, BadRequest, NotFound) as error:
+        except (ValueError, TypeError, KeyError, BadRequest, NotFound) as error:
             log.warning("cannot read the manifest of %s: %s", place, error)
             return None
         return manifest
@@ -202,7 +202,7 @@ class Rebuild:
         comparable: it is the state server's, and a manifest has that of its worker."""
         try:
             return _unix(Manifest.from_json(self._objects.read(f"{prefix}/{MANIFEST}")).created)
-        except (ValueError, TypeError, KeyError, AttributeError, NotFound):
+        except (ValueError, TypeError, NotFound):
             return float("-inf")
 
     def _restore_run(

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from app.domain.checkpoints import MANIFEST, CheckpointPrefix, Manifest
 from app.domain.ops import LoraSpec
 from app.errors import Fenced, NotFound, ServerOpError, Unavailable
-from app.stores.objects.base import ObjectStore
+from app.stores.objects.base import ObjectStore, file_entry
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.notes import remove_checkpoint
 from app.stores.objects.s3 import S3Store
@@ -135,7 +135,7 @@ class CheckpointMachine(RuleBasedStateMachine):
                     continue
                 found[name] = self.store.read(f"{self._prefix(generation)}/{name}")
                 (self.place / "copy").write_bytes(found[name])
-                assert transfer.file_entry(self.place / "copy") == expected
+                assert file_entry(self.place / "copy") == expected
             assert sorted(found) == sorted([MANIFEST, *FILES])
             assert found == self.committed.setdefault(generation, found)
 

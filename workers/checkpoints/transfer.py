@@ -32,7 +32,7 @@ from app.domain.checkpoints import (
 )
 from app.domain.ops import LoraSpec
 from app.errors import Fenced, NotFound, ServerOpError, Unavailable
-from app.stores.objects.base import ObjectStore, check_key
+from app.stores.objects.base import ObjectStore, check_key, file_entry
 from workers.backends.training.base import OPTIMIZER_FILE
 
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -66,8 +66,7 @@ def describe(
 ) -> Manifest:
     """The manifest of the files in `folder`, without their sha256 unless `hashed`; the other arguments are its
     fields."""
-    entry = file_entry if hashed else _unhashed_entry
-    files = {source.name: entry(source) for source in sorted(folder.iterdir())}
+    files = {source.name: file_entry(source, hashed=hashed) for source in sorted(folder.iterdir())}
     return Manifest(
         path=path,
         generation=generation,
@@ -322,18 +321,8 @@ def parse_manifest(data: bytes, name: str) -> Manifest:
     """Parses a manifest. Raises ServerOpError when it cannot be understood."""
     try:
         return Manifest.from_json(data)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:
         raise ServerOpError(f"the manifest {name} is not valid: {error}") from None
-
-
-def file_entry(file: Path) -> FileEntry:
-    with file.open("rb") as data:
-        digest = hashlib.file_digest(data, "sha256").hexdigest()
-    return FileEntry(file.stat().st_size, digest)
-
-
-def _unhashed_entry(file: Path) -> FileEntry:
-    return FileEntry(file.stat().st_size, "")
 
 
 def _tries() -> Iterator[None]:

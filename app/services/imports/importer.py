@@ -21,7 +21,7 @@ from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest
 from app.services.admission import QuotaService
 from app.services.tenants import audit
-from app.stores.objects.base import ObjectStore
+from app.stores.objects.base import ObjectStore, file_entry
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump
@@ -66,7 +66,7 @@ class Importer:
         self.quotas.reserve(caller, project, path, size)
         made = {"model_id": path.model_id, "tinker_path": str(path), "base_model": base_model}
         audit.note(self.records, caller, project, "checkpoint_import", made, once=str(path))
-        entries = {name: _entry(file) for name, file in sorted(files.items())}
+        entries = {name: file_entry(file) for name, file in sorted(files.items())}
         place = _place(path, _seq(entries))
         self._add_run(caller, project, place, base_model, lora)
         for name, file in files.items():
@@ -142,8 +142,3 @@ def _seq(entries: Mapping[str, FileEntry]) -> int:
     """The number of a content: files of other attempts never mix with these."""
     content = "\n".join(f"{name} {entry.sha256}" for name, entry in entries.items())
     return int(hashlib.sha256(content.encode()).hexdigest()[:_SEQ_DIGITS], 16)
-
-
-def _entry(file: Path) -> FileEntry:
-    with file.open("rb") as data:
-        return FileEntry(file.stat().st_size, hashlib.file_digest(data, "sha256").hexdigest())

@@ -1,4 +1,4 @@
-"""The ObjectStore protocol, the keys that all stores allow, and atomic writes of local files.
+"""The ObjectStore protocol, the keys that all stores allow, and local files: their entries and atomic writes.
 
 Every store allows the same keys, so that a move from a folder to S3 never fails on a name.
 
@@ -7,6 +7,7 @@ A local file appears whole or not at all, and survives a power cut.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import tempfile
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from app.domain.checkpoints import FileEntry
 from app.errors import BadRequest, TooLarge
 
 # S3 allows 1,024 bytes; the difference is left for the store's own folder.
@@ -99,6 +101,15 @@ def check_prefix(prefix: str) -> str:
     if prefix:
         check_key(prefix.removesuffix("/"))
     return prefix
+
+
+def file_entry(file: Path, *, hashed: bool = True) -> FileEntry:
+    """A local file's entry in its checkpoint's manifest. The sha256 is empty unless `hashed`."""
+    if not hashed:
+        return FileEntry(file.stat().st_size, "")
+    with file.open("rb") as data:
+        digest = hashlib.file_digest(data, "sha256").hexdigest()
+    return FileEntry(file.stat().st_size, digest)
 
 
 def copy_bounded(pieces: Iterable[bytes], file: BinaryIO, most_bytes: int | None) -> None:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from app.domain.checkpoints import MANIFEST, UNHASHED
+from app.stores.objects.base import file_entry
 from app.stores.objects.folder import FolderStore
 from tests.full_disk import full_disk
 from workers.checkpoints import transfer
@@ -167,7 +168,7 @@ def test_what_an_earlier_version_wrote_is_taken_uploaded_and_removed(folder: Shm
     store = FolderStore(tmp_path / "objects", "secret", "http://x")
     transfer.complete(store, prefix(1), earlier)
     written = transfer.read_manifest(store, prefix(1))
-    assert written.files["adapter.bin"] == transfer.file_entry(earlier / "adapter.bin")
+    assert written.files["adapter.bin"] == file_entry(earlier / "adapter.bin")
     folder.remove(prefix(1))
     assert folder.find(prefix(1)) is None
 
