@@ -72,6 +72,11 @@ def direct_queue(queue: str, node: str) -> str:
     return f"{queue}@{node}"
 
 
+def queue_for(queue: str, node: str | None) -> str:
+    """The direct queue of the node that owns a model or sampler; `queue` without such a node."""
+    return direct_queue(queue, node) if node else queue
+
+
 def celery_app(settings: Settings) -> Celery:
     """The one Celery configuration, for the API that dispatches tasks and the workers that consume them."""
     broker.register()

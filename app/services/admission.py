@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import redis
 
 from app import ids
-from app.dispatch import CATCH_UP, Dispatcher, direct_queue, sample_queue, train_queue
+from app.dispatch import CATCH_UP, Dispatcher, queue_for, sample_queue, train_queue
 from app.domain import ops
 from app.domain.accounts import Caller, Key, Project
 from app.domain.limits import KEY, PROJECT, Charge, Limits, Payer
@@ -88,8 +88,7 @@ class AdmissionService:
         trace = traced.context()
         admission = self._oplog.admit(model_id, seq, op.kind, payload, identity, new, charge, audited, trace)
         if admission.fresh:
-            queue = train_queue(model.base_model, full=model.full)
-            queue = direct_queue(queue, admission.node) if admission.node else queue
+            queue = queue_for(train_queue(model.base_model, full=model.full), admission.node)
             self._announce(op.kind, admission.request_id, model_id, model.owner, seq, queue)
             ADMIT_SECONDS.labels(op.kind).observe(time.monotonic() - started)
         return admission.request_id
@@ -144,8 +143,7 @@ class AdmissionService:
             traced.context(),
         )
         if admission.fresh:
-            queue = direct_queue(queue, admission.node) if admission.node else queue
-            shared = None if admission.throttled else queue
+            shared = None if admission.throttled else queue_for(queue, admission.node)
             self._announce("sample", request_id, sampler_id, sampler.owner, seq, shared)
             ADMIT_SECONDS.labels("sample").observe(time.monotonic() - started)
         return request_id

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import redis
 
 from app import ids
-from app.dispatch import direct_queue
+from app.dispatch import queue_for
 from app.settings import EngineSettings
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Pending
@@ -120,8 +120,7 @@ class Redispatcher:
         to a queue that is not counted."""
         nodes = self._oplog.owners([pending.id for pending in found])
         for pending, node in zip(found, nodes, strict=True):
-            is_owned = node and pending.seq is not None
-            yield replace(pending, queue=direct_queue(pending.queue, node)) if is_owned else pending
+            yield pending if pending.seq is None else replace(pending, queue=queue_for(pending.queue, node))
 
     def _room_in_queues(self, waiting: Sequence[Pending]) -> dict[str, int]:
         self._numbers.update(pending.queue for pending in waiting if pending.kinds and not pending.throttled)

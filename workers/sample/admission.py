@@ -158,5 +158,4 @@ class ThrottledDispatch:
             log.warning("could not dispatch the next requests: %s", error)
             return
         for request_id, node in due:
-            queue = dispatch.direct_queue(self.queue, node) if node else self.queue
-            self.send("sample", request_id, ids.parent_of(request_id), queue)
+            self.send("sample", request_id, ids.parent_of(request_id), dispatch.queue_for(self.queue, node))

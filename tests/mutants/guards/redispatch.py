@@ -113,15 +113,15 @@ MUTANTS = (
     Mutant(
         "redispatch: the queue of the owner",
         _REDISPATCH,
-        "is_owned = node and pending.seq is not None",
-        "is_owned = False",
+        "replace(pending, queue=queue_for(pending.queue, node))",
+        "pending",
         f"{_BOUNDS}::test_the_queue_of_a_trainer_in_a_long_pass_does_not_grow_whoever_forwards_to_it",
     ),
     Mutant(
         "redispatch: a sampling request has no owner",
         _REDISPATCH,
-        "is_owned = node and pending.seq is not None",
-        "is_owned = node",
+        "yield pending if pending.seq is None else replace",
+        "yield replace",
         f"{_BOUNDS}::test_a_sampling_request_that_a_worker_began_is_dispatched_to_all_of_them",
     ),
     Mutant(
