@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 from celery import Celery
@@ -65,6 +65,26 @@ def train_queue(base_model: str, *, full: bool = False) -> str:
 def sample_queue(base_model: str, *, full: bool = False) -> str:
     """The queue of a base model's samplers, or with `full` of its samplers for fully fine-tuned models."""
     return f"{'fullsample' if full else 'sample'}.{base_model}"
+
+
+class Work(NamedTuple):
+    """The work that a queue brings: training, or with `samples` sampling. It is for fully fine-tuned models if
+    `full`."""
+
+    samples: bool
+    full: bool
+    base_model: str
+
+
+def parse_queue(queue: str) -> Work | None:
+    """The work of a queue that `train_queue` or `sample_queue` names; None for any other queue."""
+    base_model = queue.partition(".")[2]
+    for full in (False, True):
+        if queue == train_queue(base_model, full=full):
+            return Work(False, full, base_model)
+        if queue == sample_queue(base_model, full=full):
+            return Work(True, full, base_model)
+    return None
 
 
 def direct_queue(queue: str, node: str) -> str:

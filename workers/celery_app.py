@@ -20,7 +20,6 @@ from app.errors import SetupError
 from workers.process import gpu_loads
 from workers.process.startup import refuse, uncollected
 
-_SAMPLES = ("sample.", "fullsample.")
 config = settings.from_environment()
 app = dispatch.celery_app(config)
 app.conf.include = ["workers.process.runtime"]
@@ -41,7 +40,7 @@ def _become(sender: Any, **_: Any) -> None:
     Celery swallows an exception that a signal handler raises. So every failure here must end the process here.
     """
     queues = list(app.amqp.queues.consume_from)
-    samples = any(queue.startswith(_SAMPLES) for queue in queues)
+    samples = any(work.samples for work in map(dispatch.parse_queue, queues) if work)
     try:
         with uncollected(), ExitStack() as locks:
             lock = gpu_loads.starting(config.handover_dir, gpu_loads.visible(os.environ), alone=samples)

@@ -62,18 +62,17 @@ def start(settings: Settings, celery: Celery, node: str, queues: list[str]) -> s
     node, or when the engine cannot start. Of these, UnservableModel is also recorded, so that the API does not wait for
     this worker.
     """
-    kind, base, queue = _kind(settings, queues)
-    samples, full = kind in ("sample", "fullsample"), kind in ("full", "fullsample")
-    role = sampler_role(full=full) if samples else trainer_role(full=full)
+    work, base, queue = _work(settings, queues)
+    role = sampler_role(full=work.full) if work.samples else trainer_role(full=work.full)
     parts = Parts.of(settings, celery, worker_name(node))
     telemetry.send_task_events(dispatch.TaskEvents(celery, node))
     tracer = create_tracer(settings.tracing, "tinsmith-worker", node)
     if tracer is not None:
         telemetry.trace_ops(OpTraces(tracer, parts.oplog.trace_of))
     node_name.claim(parts.oplog, parts.worker, queue, settings.engine.lease_s)
-    start_role = _start_sampler if samples else _start_trainer
+    start_role = _start_sampler if work.samples else _start_trainer
     try:
-        become(start_role(parts, base, queue, full=full))
+        become(start_role(parts, base, queue, full=work.full))
     except UnservableModel as error:
         refusal = Refusal(role, base.name, str(error))
         parts.records.put(Refusal.namespace, Refusal.id(role, base.name), dump(refusal))
@@ -81,12 +80,12 @@ def start(settings: Settings, celery: Celery, node: str, queues: list[str]) -> s
     return dispatch.direct_queue(queue, node)
 
 
-def _kind(settings: Settings, queues: list[str]) -> tuple[str, BaseModelSettings, str]:
+def _work(settings: Settings, queues: list[str]) -> tuple[dispatch.Work, BaseModelSettings, str]:
     for queue in queues:
-        kind, _, name = queue.partition(".")
-        base = settings.base_model(name)
-        if kind in ("train", "full", "sample", "fullsample") and base is not None:
-            return kind, base, queue
+        work = dispatch.parse_queue(queue)
+        base = work and settings.base_model(work.base_model)
+        if work and base:
+            return work, base, queue
     names = ", ".join(base.name for base in settings.base_models) or "none"
     raise SetupError(
         f"-Q {','.join(queues)} names no base model: use train.<base>, full.<base>, sample.<base> or "

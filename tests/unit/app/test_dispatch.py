@@ -48,6 +48,14 @@ def away(tmp_path: Path) -> Celery:
     return at(f"redis://127.0.0.1:{free_port()}/0", tmp_path)
 
 
+def test_the_name_of_a_queue_tells_its_work():
+    name = "Qwen/Qwen3-0.6B"
+    for full in (False, True):
+        assert dispatch.parse_queue(dispatch.train_queue(name, full=full)) == (False, full, name)
+        assert dispatch.parse_queue(dispatch.sample_queue(name, full=full)) == (True, full, name)
+    assert dispatch.parse_queue("celery") is None
+
+
 def test_a_worker_that_sends_itself_ticks_knows_what_waits(url: str, broker: redis.Redis, tmp_path: Path):
     ticks = TickSender(at(url, tmp_path), QUEUE)
     assert ticks.waiting() == 0
