@@ -76,8 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_PrintVersion, nargs=0, default=argparse.SUPPRESS, help="print the version")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    options.add_init(commands)
-    options.add_models(commands)
+    parsers.add_init(commands)
+    parsers.add_models(commands)
     _add_up(commands)
     _add_demo(commands)
     _add_status(commands)
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_import(commands)
     _add_flower(commands)
     _add_doctor(commands)
-    options.add_completion(commands, parser)
+    parsers.add_completion(commands, parser)
     about = commands.add_parser("version", help="print the version", description="Print the version.")
     about.set_defaults(run=_version, parser=about)
     return parser
@@ -109,14 +109,14 @@ def _add_up(commands: argparse._SubParsersAction[_Parser]) -> None:
     up.add_argument("--quiet", action="store_true", help="print only warnings and `ready URL`")
     _add_server_options(up)
     _add_model_options(up)
-    parsers.add_outside_options(up)
+    options.add_outside_options(up)
 
 
 def _add_status(commands: argparse._SubParsersAction[_Parser]) -> None:
     about = "workers, runs and waiting calls of the stack"
     status = commands.add_parser("status", help=f"show {about}", description=f"Show {about}.", allow_abbrev=False)
     status.set_defaults(run=_status, parser=status)
-    status.add_argument("--json", action="store_true", help="print one JSON document")
+    options.add_json_option(status)
     top = commands.add_parser(
         "top", help=f"show {about}, live", description=f"Show {about}, every second, until Ctrl-C.", allow_abbrev=False
     )
@@ -125,7 +125,7 @@ def _add_status(commands: argparse._SubParsersAction[_Parser]) -> None:
         parser.add_argument(
             "--runs", type=_count, default=20, metavar="N", help="greatest number of runs to show (default 20)"
         )
-        parsers.add_stack_options(parser)
+        options.add_stack_options(parser)
 
 
 def _add_logs(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -138,8 +138,8 @@ def _add_logs(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     logs.set_defaults(run=_logs, parser=logs)
     logs.add_argument("request_id", metavar="REQUEST_ID", help="the id of the call's future, such as RUN:7")
-    logs.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
-    parsers.add_stack_options(logs)
+    options.add_json_option(logs)
+    options.add_stack_options(logs)
 
 
 def _add_cancel(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -154,8 +154,8 @@ def _add_cancel(commands: argparse._SubParsersAction[_Parser]) -> None:
     cancel.set_defaults(run=_cancel, parser=cancel)
     cancel.add_argument("target", metavar="SESSION|PROJECT", help="the id of a session or of a project")
     cancel.add_argument("--yes", action="store_true", dest="sure", help="do not ask for confirmation")
-    cancel.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
-    parsers.add_stack_options(cancel)
+    options.add_json_option(cancel)
+    options.add_stack_options(cancel)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -168,8 +168,8 @@ def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
         allow_abbrev=False,
     )
     doctor.set_defaults(run=_doctor, parser=doctor)
-    doctor.add_argument("--json", action="store_true", dest="as_json", help="print one JSON document")
-    parsers.add_stack_options(doctor)
+    options.add_json_option(doctor)
+    options.add_stack_options(doctor)
 
 
 def _add_rebuild(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -183,7 +183,7 @@ def _add_rebuild(commands: argparse._SubParsersAction[_Parser]) -> None:
         allow_abbrev=False,
     )
     rebuild.set_defaults(run=_rebuild, parser=rebuild)
-    parsers.add_stack_options(rebuild)
+    options.add_stack_options(rebuild)
 
 
 def _add_import(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -200,7 +200,7 @@ def _add_import(commands: argparse._SubParsersAction[_Parser]) -> None:
     imports.add_argument("folder", type=Path, metavar="FOLDER")
     imports.add_argument("--base-model", required=True, metavar="NAME", help="the base model's name on this server")
     imports.add_argument("--project", metavar="ID", help="the project that will own it (default: the only one)")
-    parsers.add_stack_options(imports)
+    options.add_stack_options(imports)
 
 
 def _add_flower(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -215,7 +215,7 @@ def _add_flower(commands: argparse._SubParsersAction[_Parser]) -> None:
     flower.set_defaults(run=_flower, parser=flower)
     flower.add_argument("--address", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     flower.add_argument("--port", type=int, default=5555, help="port to listen on (default 5555)")
-    parsers.add_folder_options(flower)
+    options.add_folder_options(flower)
 
 
 def _add_server_options(up: argparse.ArgumentParser) -> None:
@@ -302,43 +302,43 @@ def _up(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> int:
     from app.commands.status import status
 
-    return status(parsers.stack_options(arguments), runs=arguments.runs, as_json=arguments.json)
+    return status(options.stack_options(arguments), runs=arguments.runs, as_json=arguments.as_json)
 
 
 def _top(arguments: argparse.Namespace) -> int:
     from app.commands.status import top
 
-    return top(parsers.stack_options(arguments), runs=arguments.runs)
+    return top(options.stack_options(arguments), runs=arguments.runs)
 
 
 def _logs(arguments: argparse.Namespace) -> int:
     from app.commands.logs import logs
 
-    return logs(parsers.stack_options(arguments), arguments.request_id, as_json=arguments.as_json)
+    return logs(options.stack_options(arguments), arguments.request_id, as_json=arguments.as_json)
 
 
 def _cancel(arguments: argparse.Namespace) -> int:
     from app.commands.cancel import cancel
 
-    return cancel(parsers.stack_options(arguments), arguments.target, sure=arguments.sure, as_json=arguments.as_json)
+    return cancel(options.stack_options(arguments), arguments.target, sure=arguments.sure, as_json=arguments.as_json)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from app.commands.doctor import doctor
 
-    return doctor(parsers.stack_options(arguments), as_json=arguments.as_json)
+    return doctor(options.stack_options(arguments), as_json=arguments.as_json)
 
 
 def _rebuild(arguments: argparse.Namespace) -> int:
     from app.commands.recovery import rebuild
 
-    return rebuild(parsers.stack_options(arguments))
+    return rebuild(options.stack_options(arguments))
 
 
 def _import(arguments: argparse.Namespace) -> int:
     from app.commands.importing import import_folder
 
-    return import_folder(parsers.stack_options(arguments), arguments.folder, arguments.base_model, arguments.project)
+    return import_folder(options.stack_options(arguments), arguments.folder, arguments.base_model, arguments.project)
 
 
 def _flower(arguments: argparse.Namespace) -> NoReturn:
