@@ -16,9 +16,9 @@ from app.stores.redis import keys
 from app.stores.redis.completions import TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from workers.backends.sampling.base import SamplerBackend
-from workers.process.assembly import Sampler, assemble_sampler
 from workers.process.gpu_turns import GpuTurns
 from workers.process.parts import Parts, Serving
+from workers.sample.assembly import Sampler, assemble_sampler
 
 INFO = BaseModelInfo("base", "Qwen3ForCausalLM", 320, 512, "float32", ())
 # No server is there.

@@ -24,10 +24,10 @@ from app.settings import SETTINGS_VARIABLE, Settings
 from tests import warm_workers
 from tests.faults.injection import Call, Fault, FaultInjector
 from workers.backends.training.backends import create
-from workers.process.assembly import assemble_trainer
 from workers.process.liveness import worker_name
 from workers.process.parts import Parts, Serving
 from workers.process.runtime import Runtime
+from workers.train.assembly import assemble_trainer
 
 Answer = tuple[Literal["done", "failed", "unknown", "not now", "error"], str]
 _WITHIN_S = 240

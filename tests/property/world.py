@@ -35,9 +35,9 @@ from tests import assembly
 from tests.property.background import Background
 from tests.property.faults import Crash, Fault, Faults
 from tests.property.vector_backend import VectorBackend
-from workers.process.assembly import Overrides, Trainer, assemble_trainer
 from workers.process.liveness import LeaseKeeper
 from workers.process.parts import Serving
+from workers.train.assembly import Overrides, Trainer, assemble_trainer
 
 BASE = "base"
 MODEL = "session:train:0"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import redis
 from celery import Celery
@@ -40,7 +40,7 @@ from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Redispatcher
 from workers.maintenance.retention import Retention
 from workers.process.gpu_turns import GpuTurns
-from workers.process.liveness import LeaseKeeper
+from workers.process.liveness import Heartbeat, LeaseKeeper, Watchdog
 
 Backend = TypeVar("Backend", TrainingBackend, SamplerBackend)
 _SOON_S = 0.5
@@ -136,6 +136,28 @@ class Serving(Generic[Backend]):
 
     def has_gpu_turn(self) -> bool:
         return self.turns is None or self.turns.held
+
+
+def create_watchdog(parts: Parts, serving: Serving[Backend], end: Callable[[str], NoReturn]) -> Watchdog:
+    ticks = dispatch.TickSender(parts.celery, dispatch.direct_queue(serving.queue, parts.node))
+    return Watchdog(ticks, serving.backend.healthy, parts.settings.engine.healthy_s, end)
+
+
+def create_heartbeat(
+    parts: Parts, serving: Serving[Backend], role: str, watchdog: Watchdog, *, batch: int = 0, holds: int = 0
+) -> Heartbeat:
+    return Heartbeat(
+        records=parts.records,
+        node=parts.node,
+        role=role,
+        info=serving.info,
+        describe=lambda: {**serving.backend.describe(), **serving.facts},
+        metrics_url=serving.metrics_url,
+        healthy=watchdog.healthy,
+        queue=serving.queue,
+        batch=batch,
+        holds=holds,
+    )
 
 
 def sweeper(parts: Parts) -> Sweeper:

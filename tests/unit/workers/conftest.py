@@ -32,9 +32,10 @@ from workers.backends.training.backends import create
 from workers.backends.training.base import Create, TrainingBackend
 from workers.checkpoints import transfer
 from workers.checkpoints.coalescing import CoalescingWorker
-from workers.process.assembly import Overrides, Sampler, Trainer, assemble_trainer
 from workers.process.gpu_turns import GpuTurns
 from workers.process.parts import Serving
+from workers.sample.assembly import Sampler
+from workers.train.assembly import Overrides, Trainer, assemble_trainer
 
 BASE = "base"
 MODEL = "session:train:0"

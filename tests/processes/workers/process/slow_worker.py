@@ -25,6 +25,8 @@ from workers.backends.sampling.base import RequestHandle
 from workers.process import assembly, orderly_stop
 from workers.process.parts import Parts, Serving
 from workers.process.runtime import Runtime
+from workers.sample.assembly import assemble_sampler
+from workers.train.assembly import assemble_trainer
 
 FOLDER = Path(sys.argv[2]) if __name__ == "__main__" else Path()
 
@@ -63,11 +65,11 @@ class SlowSampler:
 
 
 def start_trainer(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
-    return assembly.assemble_trainer(parts, Serving(base, SlowTrainer(), INFO, queue)).runtime()
+    return assemble_trainer(parts, Serving(base, SlowTrainer(), INFO, queue)).runtime()
 
 
 def start_sampler(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
-    return assembly.assemble_sampler(parts, Serving(base, SlowSampler(), INFO, queue)).runtime  # type: ignore[arg-type]
+    return assemble_sampler(parts, Serving(base, SlowSampler(), INFO, queue)).runtime  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

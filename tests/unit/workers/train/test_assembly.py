@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from app.settings import TrainerSettings
-from workers.process.assembly import _merged_tokens
+from workers.train.assembly import _merged_tokens
 
 
 @pytest.mark.parametrize(
