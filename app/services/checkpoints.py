@@ -21,7 +21,6 @@ from app.domain.accounts import Caller
 from app.domain.checkpoints import MANIFEST, OWNER, CheckpointPrefix, Expiry, Manifest
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound, Unavailable
-from app.services.admission import QuotaService
 from app.services.tenants import audit
 from app.services.tenants.access import (
     Found,
@@ -33,6 +32,7 @@ from app.services.tenants.access import (
     load_owned,
     missing,
 )
+from app.services.tenants.limits import QuotaService
 from app.services.training import check_ttl
 from app.services.views import CHECKPOINT_TYPES, Page, check_writable, checkpoint_view, projects, searched, timestamp
 from app.signing import UrlSigner

@@ -14,7 +14,7 @@ from app.domain.ops import CreateModel, LoraSpec, ModelSpec
 from app.domain.progress import Recorded
 from app.domain.records import Model, Session
 from app.errors import BadRequest, NotFound
-from app.services.admission import AdmissionService, QuotaService
+from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.teardown import Teardown
 from app.services.tenants import audit
@@ -27,6 +27,7 @@ from app.services.tenants.access import (
     missing,
     read_run,
 )
+from app.services.tenants.limits import QuotaService
 from app.services.validation import (
     CRITIC,
     asked_role,

@@ -14,9 +14,10 @@ from app.domain.losses import NOT_OFFERED
 from app.domain.records import BaseModelInfo, Sampler, Session
 from app.domain.sampling import MAX_TOP, Cells, SampleRequest
 from app.errors import BadRequest
-from app.services.admission import AdmissionService, QuotaService
+from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, sampler_role
 from app.services.tenants.access import load_checkpoint, load_owned, load_readable
+from app.services.tenants.limits import QuotaService
 from app.services.validation import (
     check_adapter,
     check_reads_images,

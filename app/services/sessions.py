@@ -13,10 +13,10 @@ from app import ids
 from app.domain.accounts import Caller
 from app.domain.records import Checkpoint, Model, Sampler, Session
 from app.errors import BadRequest, NotFound
-from app.services.admission import QuotaService
 from app.services.teardown import Teardown
 from app.services.tenants import audit
 from app.services.tenants.access import check_role, load_owned, load_readable
+from app.services.tenants.limits import QuotaService
 from app.services.views import (
     Page,
     Scope,

@@ -27,10 +27,11 @@ from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, Ragged, SaveW
 from app.domain.records import Loss, Model, Sampler, Session
 from app.domain.routes import SequenceRoutes, Span, none_of
 from app.errors import BadRequest, NotFound, TooLarge
-from app.services.admission import MAX_SEQ, AdmissionService, QuotaService
+from app.services.admission import MAX_SEQ, AdmissionService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.tenants import audit
 from app.services.tenants.access import Sources, load_owned, load_readable
+from app.services.tenants.limits import QuotaService
 from app.services.validation import (
     check_adam,
     check_forward_backward,

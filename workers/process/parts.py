@@ -14,8 +14,8 @@ from celery import Celery
 
 from app import dispatch
 from app.domain.records import BaseModelInfo
-from app.services.admission import LimitsOf
 from app.services.teardown import Teardown
+from app.services.tenants.limits import LimitsFinder
 from app.settings import BaseModelSettings, Settings
 from app.stores import objects
 from app.stores.objects.base import ObjectStore
@@ -96,8 +96,8 @@ class Parts:
         return self.worker.partition("/")[0]
 
     @property
-    def limits(self) -> LimitsOf:
-        return LimitsOf(self.records, self.settings.limits.project)
+    def limits(self) -> LimitsFinder:
+        return LimitsFinder(self.records, self.settings.limits.project)
 
     @property
     def shm_folder(self) -> ShmFolder:
