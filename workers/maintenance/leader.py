@@ -51,7 +51,7 @@ _LONGEST_S = 86_400.0
 _PAGES_BATCH = 256
 
 
-class Sweeper:
+class MaintenanceRunner:
     """Runs the maintenance tasks. `tasks` holds them by the name of their role. A task may run twice at once, when the
     lead changes in the middle of a round."""
 

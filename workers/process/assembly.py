@@ -34,7 +34,7 @@ from workers.process.fair_queue import FairQueue, ProjectWeights
 from workers.process.gpu_turns import GpuTurns, SamplerInTurns, TrainerInTurns
 from workers.process.liveness import Heartbeat, Probe, Watchdog, worker_name
 from workers.process.op_traces import OpTraces
-from workers.process.parts import Backend, Parts, Serving, sweeper
+from workers.process.parts import Backend, Parts, Serving, maintenance
 from workers.process.runtime import Runtime, become, exit_on_hang, exit_process
 from workers.sample import shared_memory
 from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
@@ -189,7 +189,7 @@ class Trainer:
             self.serving.queue,
             self.heartbeat,
             self.watchdog,
-            sweeper(self.parts),
+            maintenance(self.parts),
             self.on_tick,
             self.close,
             self.runner.leave,
@@ -354,8 +354,8 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
         for request_id in runner.hand_back():
             parts.dispatcher.send("sample", request_id, request_id.rpartition(":")[0], queue)
 
-    sweep, leave = sweeper(parts), heartbeat.leave
-    runtime = Runtime(runner, runner, queue, heartbeat, watchdog, sweep, probe, close, leave, hand_back)
+    tasks, leave = maintenance(parts), heartbeat.leave
+    runtime = Runtime(runner, runner, queue, heartbeat, watchdog, tasks, probe, close, leave, hand_back)
     return Sampler(parts, runner, cancellations, runtime)
 
 

@@ -35,7 +35,7 @@ from workers.checkpoints.shm_transfer import ShmFolder
 from workers.maintenance.adapters import EphemeralAdapters
 from workers.maintenance.captures import ExpiredCaptures
 from workers.maintenance.direct_queues import DirectQueues
-from workers.maintenance.leader import Accounting, MaintenanceTask, PayloadSpilling, SessionExpiry, Sweeper
+from workers.maintenance.leader import Accounting, MaintenanceRunner, MaintenanceTask, PayloadSpilling, SessionExpiry
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Redispatcher
 from workers.maintenance.retention import Retention
@@ -138,7 +138,7 @@ class Serving(Generic[Backend]):
         return self.turns is None or self.turns.held
 
 
-def sweeper(parts: Parts) -> Sweeper:
+def maintenance(parts: Parts) -> MaintenanceRunner:
     teardown = Teardown(parts.lifecycle, parts.records, parts.store, parts.dispatcher.wake)
     tasks: dict[str, MaintenanceTask] = {
         "ringing": Redispatcher(
@@ -157,4 +157,4 @@ def sweeper(parts: Parts) -> Sweeper:
         "direct queues": DirectQueues(parts.oplog, parts.celery),
         "accounting": Accounting(parts.pages, PageFiles(parts.store), parts.records),
     }
-    return Sweeper(parts.oplog, tasks, parts.worker)
+    return MaintenanceRunner(parts.oplog, tasks, parts.worker)
