@@ -32,10 +32,11 @@ from app.stores.redis.records import RedisRecords
 from workers.backends.sampling.base import RequestHandle, SamplerBackend
 from workers.backends.training.base import TrainingBackend
 from workers.checkpoints.shm_transfer import ShmFolder
+from workers.maintenance.accounting import Accounting
 from workers.maintenance.adapters import EphemeralAdapters
 from workers.maintenance.captures import ExpiredCaptures
 from workers.maintenance.direct_queues import DirectQueues
-from workers.maintenance.leader import Accounting, MaintenanceRunner, MaintenanceTask, PayloadSpilling, SessionExpiry
+from workers.maintenance.leader import MaintenanceRunner, MaintenanceTask, PayloadSpilling, SessionExpiry
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Redispatcher
 from workers.maintenance.retention import Retention
