@@ -201,7 +201,7 @@ def beat_for_ever(oplog: RedisOpLog) -> None:
                 oplog.take_calls(_LIFE_S)
             time.sleep(_BEAT_S)
 
-    threading.Thread(target=loop, name="presence", daemon=True).start()
+    threading.Thread(target=loop, name="heartbeat", daemon=True).start()
 
 
 def watch_for_ever(oplog: RedisOpLog, disks: Sequence[Disk]) -> None:

@@ -33,7 +33,7 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import load
 from app.stores.redis.types import Entry, Lease
 from workers.backends.training.base import Writer
-from workers.checkpoints.coalescing import NewLatest
+from workers.checkpoints.coalescing import MakeWorker
 from workers.checkpoints.snapshot_upload import LocalSnapshot, SnapshotCopy, SnapshotFolder, SnapshotPipeline
 from workers.checkpoints.writer import Saver
 from workers.process import telemetry
@@ -125,14 +125,14 @@ class Snapshots:
         folder: SnapshotFolder,
         settings: EngineSettings,
         rest_s: float,
-        latest: NewLatest,
+        make_worker: MakeWorker,
     ) -> None:
         self._saver, self._folder = saver, folder
         self._share, self._journal_bytes, self._rest_s = settings.snapshot_share, settings.journal_bytes, rest_s
         self._tracks: dict[str, Track] = {}
         # The owner evicts a model after `idle_s`. If it did not, only a copy is removed here.
         self._unused_s = 2 * settings.idle_s
-        self._pipeline = SnapshotPipeline(oplog, saver, folder, self.clear, latest)
+        self._pipeline = SnapshotPipeline(oplog, saver, folder, self.clear, make_worker)
 
     def begin(self, lease: Lease, local: LocalSnapshot | None) -> None:
         """Starts a track for a model that is being restored, from `local` if there is one; the replayed Ops come
