@@ -195,7 +195,7 @@ class Committer:
     def _run_alone(self, op: StartedOp) -> Future[OpResult]:
         lease, entry = op.resident.lease, op.entry
         try:
-            outcome = self._executor.run(lease, entry, op.resident.grad_accumulation)
+            outcome = self._executor.run(lease, entry, op.resident.accumulation)
         except OpError as error:
             return OpResult.failed(entry, error).as_future()
         if isinstance(outcome, Outcome):
@@ -208,7 +208,7 @@ class Committer:
 
     def _run_together(self, group: Sequence[StartedOp]) -> list[Future[OpResult]]:
         outcomes = self._executor.run_together(
-            [(op.resident.lease, op.entry, op.resident.grad_accumulation) for op in group]
+            [(op.resident.lease, op.entry, op.resident.accumulation) for op in group]
         )
         found = [(op.entry, outcomes[op.resident.lease.model_id]) for op in group]
         op_results = [
