@@ -23,7 +23,7 @@ from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound, Unavailable
 from app.services.tenants import audit
 from app.services.tenants.access import (
-    Found,
+    ListedCheckpoint,
     Sources,
     find_public,
     first_wanted,
@@ -151,7 +151,7 @@ class CheckpointSearch:
         return answer
 
 
-def _fits(one: Found, asked: Mapping[str, Any]) -> bool:
+def _fits(one: ListedCheckpoint, asked: Mapping[str, Any]) -> bool:
     """True for a checkpoint behind the cursor that fits in all but its owner."""
     found, cursor = one[1], asked["cursor"]
     return (
@@ -162,7 +162,7 @@ def _fits(one: Found, asked: Mapping[str, Any]) -> bool:
     )
 
 
-def _position(one: Found) -> tuple[datetime, str]:
+def _position(one: ListedCheckpoint) -> tuple[datetime, str]:
     return datetime.fromtimestamp(one[1].created, UTC), ids.checkpoint_uuid(one[0])
 
 

@@ -28,7 +28,7 @@ from app.stores.redis.types import Record
 
 Owned = TypeVar("Owned", Session, Model, Sampler, Checkpoint, Upload, Loss)
 
-Found = tuple[str, Checkpoint]
+ListedCheckpoint = tuple[str, Checkpoint]
 """A checkpoint's path and the checkpoint."""
 
 _LONGEST_ID = 512
@@ -88,27 +88,27 @@ def find_public(store: RedisRecords, path: TinkerPath) -> Checkpoint | None:
     return None if found is None or not found.public or _is_expired(found, store) else found
 
 
-def list_run_checkpoints(store: RedisRecords, model_ids: Sequence[str], caller: Caller) -> list[list[Found]]:
+def list_run_checkpoints(store: RedisRecords, model_ids: Sequence[str], caller: Caller) -> list[list[ListedCheckpoint]]:
     """For each run its checkpoints that the caller may read; of another project's run these are the public ones. Newest
     first and without the expired ones, as in `list_checkpoints`."""
     prefixes = [ids.checkpoint_prefix(model_id) for model_id in model_ids]
     return [_newest_first(store, found.items()) for found in store.readable_checkpoints(prefixes, caller.roles.keys())]
 
 
-def list_checkpoints(store: RedisRecords, projects: Set[str]) -> list[Found]:
+def list_checkpoints(store: RedisRecords, projects: Set[str]) -> list[ListedCheckpoint]:
     """The checkpoints of all runs in the projects, newest first and without the expired ones. An index names them: no
     other checkpoint is read."""
     return _newest_first(store, store.list_checkpoints(projects).items())
 
 
 def first_wanted(
-    store: RedisRecords, caller: Caller, owner: Mapping[str, Any], listed: Sequence[Found], most: int
-) -> list[Found]:
+    store: RedisRecords, caller: Caller, owner: Mapping[str, Any], listed: Sequence[ListedCheckpoint], most: int
+) -> list[ListedCheckpoint]:
     """The first `most` of these checkpoints that the `owner` of a search includes. Only their sessions and some of the
     next are read, each once."""
     if owner["type"] == "accessible":
         return list(listed[:most])
-    found: list[Found] = []
+    found: list[ListedCheckpoint] = []
     users: dict[str, str] = {}
     for start in range(0, len(listed), _SLICE):
         slice_ = listed[start : start + _SLICE]
@@ -128,7 +128,7 @@ def users_of(store: RedisRecords, sessions: Set[str]) -> dict[str, str]:
     return {id_: json.loads(fields.get("user", '""')) for id_, fields in found}
 
 
-def _newest_first(store: RedisRecords, stored: Iterable[tuple[str, Record]]) -> list[Found]:
+def _newest_first(store: RedisRecords, stored: Iterable[tuple[str, Record]]) -> list[ListedCheckpoint]:
     found = [(path, load(Checkpoint, fields)) for path, fields in stored]
     if any(one.expires_at is not None for _, one in found):
         now = store.now()
