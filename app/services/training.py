@@ -30,7 +30,7 @@ from app.errors import BadRequest, NotFound, TooLarge
 from app.services.admission import MAX_SEQ, AdmissionService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.tenants import audit
-from app.services.tenants.access import Sources, load_owned, load_readable
+from app.services.tenants.access import Sources, load_owned, load_readable, sampler_exists
 from app.services.tenants.limits import QuotaService
 from app.services.validation import (
     check_adam,
@@ -181,10 +181,7 @@ class TrainingService:
         there = self._records.find(Sampler, sampler_id)
         place = CheckpointPrefix.parse(there.prefix) if there else None
         if there and (place is None or (place.model_id, place.seq) != (asked["model_id"], asked["seq_id"])):
-            raise BadRequest(
-                f"sampling_session_seq_id {asked['sampling_session_seq_id']} was already used for another sampler; "
-                "use a new one"
-            )
+            raise sampler_exists(asked["sampling_session_seq_id"])
 
     def _repeat(self, model_id: str, seq: int, op: Op, missing: Exception) -> Promise:
         """The future of the call if it was admitted before. If the call is new, raises BadRequest with the text of

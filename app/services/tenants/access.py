@@ -76,6 +76,13 @@ def missing(cls: type[Owned], key: str) -> NotFound:
     return NotFound(f"{cls.__name__.lower()} {key[:200]!r} does not exist")
 
 
+def sampler_exists(sampling_session_seq_id: int) -> BadRequest:
+    """The error of a call whose sampling session exists already, and is another one than the call's."""
+    return BadRequest(
+        f"sampling_session_seq_id {sampling_session_seq_id} was already used for another sampler; use a new one"
+    )
+
+
 def load_checkpoint(store: RedisRecords, path: TinkerPath, caller: Caller) -> Checkpoint:
     """A checkpoint to read or to start from: one of the caller's, or a public one. Raises NotFound as `load_readable`
     does."""
