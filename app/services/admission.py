@@ -34,7 +34,6 @@ from app.telemetry import ADMISSIONS, ADMIT_SECONDS
 from app.tracing import requests as traced
 
 log = logging.getLogger(__name__)
-MAX_SEQ = 2**31 - 1
 _BEAT_S = 3.0
 _LIFE_S = 10.0
 # Between two looks, a disk that takes 500 MB/s fills by half of the default engine.free_disk_bytes.
@@ -146,7 +145,7 @@ class AdmissionService:
             model = load_owned(self._records, Model, model_id, caller)
         except (NotFound, Forbidden):
             return
-        if 1 <= seq <= MAX_SEQ and self._oplog.refuse(model_id, seq, reason, kind):
+        if 1 <= seq <= ids.MAX_SEQ and self._oplog.refuse(model_id, seq, reason, kind):
             request_id = ids.request_id(model_id, seq)
             log.info("refused", extra={"request_id": request_id, "model_id": model_id, "seq": seq})
             # The calls that wait behind it were dispatched and turned away once already.

@@ -27,7 +27,7 @@ from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, Ragged, SaveW
 from app.domain.records import Loss, Model, Sampler, Session
 from app.domain.routes import SequenceRoutes, Span, none_of
 from app.errors import BadRequest, NotFound, TooLarge
-from app.services.admission import MAX_SEQ, AdmissionService
+from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.tenants import audit
 from app.services.tenants.access import Sources, load_owned, load_readable, sampler_exists
@@ -85,7 +85,7 @@ class TrainingService:
 
     def forward_backward(self, caller: Caller, envelope: Envelope) -> Promise:
         model = load_owned(self._records, Model, envelope.model_id, caller)
-        in_range("seq_id", envelope.seq, 1, MAX_SEQ)
+        in_range("seq_id", envelope.seq, 1, ids.MAX_SEQ)
         info = self._bases.info(trainer_role(full=model.full), model.base_model)
         check_datums(envelope.datums, self._limits)
         op = envelope.decode(partial(self._custom_losses.find, caller))
