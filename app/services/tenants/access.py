@@ -16,11 +16,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from app import ids
-from app.domain.accounts import Caller, Key, Organisation, Role, User
+from app.domain.accounts import KEY_PREFIX, Caller, Key, Organisation, Role, User
 from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, Upload
 from app.errors import BadRequest, Forbidden, InvalidToken, NotFound, Unauthorized
 from app.ids import TinkerPath
-from app.services.tenants.accounts import KEY_PREFIX, AccountService, hash_secret
+from app.services.tenants.accounts import AccountService, hash_secret
 from app.services.views import is_wanted, user_urn
 from app.settings import hash_key
 from app.stores.redis.records import RedisRecords, load
