@@ -1,7 +1,7 @@
 """kombu's Redis transport, which keeps no list of messages in hand at the broker, and never waits for broadcasts.
 
 **Messages in hand.** kombu notes each message that a worker has, and its end: two of six round trips of an Op, for
-messages that the sweeper dispatches again anyway.
+messages that the redispatch task dispatches again anyway.
 
 **Broadcasts.** kombu reads this connection, which carries the commands of Flower and `celery inspect`, when data or its
 end has arrived. With a retry, redis-py would answer its end with a new connection and wait there for a message, for

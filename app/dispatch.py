@@ -123,7 +123,7 @@ def celery_app(settings: Settings) -> Celery:
             "health_check_interval": 10,
             "socket_connect_timeout": 2,
             "socket_timeout": ANSWER_S,
-            # Once more, on a new connection: a dispatch on one that fell silent otherwise waits for the sweeper.
+            # Once more, on a new connection: a dispatch on one that fell silent would wait for the redispatch task.
             "retry_on_timeout": True,
             "socket_keepalive": True,
             "socket_keepalive_options": KEEPALIVE,
@@ -243,8 +243,8 @@ class Dispatcher:
     """Dispatches futures that wait in the journal. `events` are those of futures that were admitted here.
 
     No method raises when the broker is away. Once a dispatch has failed on a hanging broker, one call in each `_REST_S`
-    seconds tries it again, until one succeeds. The others return at once, and the sweeper dispatches their futures
-    later.
+    seconds tries it again, until one succeeds. The others return at once, and the redispatch task dispatches their
+    futures later.
     """
 
     def __init__(self, celery: Celery) -> None:
@@ -258,7 +258,7 @@ class Dispatcher:
         """When a call last reached the broker."""
 
     def send(self, kind: str, request_id: str, parent_id: str, queue: str) -> None:
-        """Dispatches one future. The sweeper dispatches a future again whose message was lost.
+        """Dispatches one future. The redispatch task dispatches a future again whose message was lost.
 
         `parent_id` is the model or sampling session.
         """

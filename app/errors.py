@@ -38,6 +38,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+STATE_SERVER_AWAY = "the state server does not answer or is full; try again soon"
+"""The text of an Unavailable that an outage of the state server causes."""
+
 
 class TinsmithError(Exception):
     """The base class of all errors here."""

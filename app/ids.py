@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 from app.errors import BadRequest
 
+MAX_SEQ = 2**31 - 1
+"""The largest number that a client gives a call, a model or another object."""
 CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
 _OPENAI = uuid.uuid5(uuid.NAMESPACE_URL, "/oai/api/v1")
 _COPIES = uuid.uuid5(uuid.NAMESPACE_URL, "/api/v1/copy_weights")

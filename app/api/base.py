@@ -22,6 +22,7 @@ from werkzeug.datastructures import Headers
 
 from app.domain.accounts import Caller, Scope
 from app.errors import Forbidden, Unauthorized, Unavailable
+from app.ids import MAX_SEQ
 from app.services.container import Services
 from app.settings import Settings
 from app.stores.redis.types import Future
@@ -36,7 +37,6 @@ SETTINGS = "TINSMITH_SETTINGS"
 """Key of the settings in an application's config, because blueprints are configured before the services exist."""
 AnyView = Callable[..., Any]
 
-MAX_SEQ = 2**31 - 1
 MAX_METADATA_BYTES = 16 * 1024
 """Largest user_metadata of a session, model or checkpoint, as JSON. It is part of the record and is read with it."""
 MOST = 1000

@@ -18,7 +18,7 @@ from flask_smorest import Api
 from werkzeug.exceptions import HTTPException
 
 from app.api.base import ErrorSchema
-from app.errors import BadRequest, InvalidToken, OpError, RequestError, Unavailable
+from app.errors import STATE_SERVER_AWAY, BadRequest, InvalidToken, OpError, RequestError, Unavailable
 from app.stores.redis.client import is_outage
 from app.stores.redis.durability import NotDurable
 from app.telemetry import ERRORS
@@ -157,7 +157,7 @@ def _state_server(error: redis.RedisError) -> Answer | HTTPException:
     log.warning("the state server failed: %s", type(error).__name__)
     if isinstance(error, NotDurable):
         return _request_error(Unavailable(str(error)))
-    return _request_error(Unavailable("the state server does not answer or is full; try again soon"))
+    return _request_error(Unavailable(STATE_SERVER_AWAY))
 
 
 def _unexpected(error: Exception) -> Answer | HTTPException:

@@ -17,6 +17,7 @@ from app.services.tenants.accounts import AccountService
 from app.services.tenants.audit import AuditService
 from app.services.tenants.spending import hours_of
 from app.services.tenants.usage import UsageService
+from app.services.views import day_text
 from app.stack import checks
 from app.stack.config import Options
 from app.stack.terminal import row, show
@@ -48,7 +49,7 @@ def _add_organisation(accounts: AccountService, asked: Namespace) -> Iterator[st
 
 def _list_organisations(accounts: AccountService, _: Namespace) -> Iterator[str]:
     yield row("id", "created", "name")
-    yield from (row(found.id, _day(found.created), found.name) for found in accounts.all(Organisation))
+    yield from (row(found.id, day_text(found.created), found.name) for found in accounts.all(Organisation))
 
 
 def _add_project(accounts: AccountService, asked: Namespace) -> Iterator[str]:
@@ -58,7 +59,7 @@ def _add_project(accounts: AccountService, asked: Namespace) -> Iterator[str]:
 def _list_projects(accounts: AccountService, _: Namespace) -> Iterator[str]:
     yield row("id", "organisation", "created", "name")
     for found in accounts.all(Project):
-        yield row(found.id, found.organisation, _day(found.created), found.name)
+        yield row(found.id, found.organisation, day_text(found.created), found.name)
 
 
 def _add_user(accounts: AccountService, asked: Namespace) -> Iterator[str]:
@@ -77,7 +78,7 @@ def _list_users(accounts: AccountService, _: Namespace) -> Iterator[str]:
     yield row("id", "organisation", "created", "email", "roles")
     for found in accounts.all(User):
         roles = "removed" if found.removed else _roles(found)
-        yield row(found.id, found.organisation, _day(found.created), found.email, roles)
+        yield row(found.id, found.organisation, day_text(found.created), found.email, roles)
 
 
 def _add_key(accounts: AccountService, asked: Namespace) -> Iterator[str]:
@@ -103,7 +104,7 @@ def _list_keys(accounts: AccountService, _: Namespace) -> Iterator[str]:
     yield row("id", "user", "project", "created", "state", "scopes", "name")
     for key in accounts.all(Key):
         scopes = ",".join(key.scopes) or "none"
-        yield row(key.id, key.user, key.project, _day(key.created), _state(key), scopes, key.name)
+        yield row(key.id, key.user, key.project, day_text(key.created), _state(key), scopes, key.name)
 
 
 def _set_limits(accounts: AccountService, asked: Namespace) -> Iterator[str]:
@@ -126,18 +127,14 @@ def _limits(account: Project | Key) -> str:
 
 def _state(key: Key) -> str:
     if key.revoked_at is not None:
-        return f"revoked {_day(key.revoked_at)}"
+        return f"revoked {day_text(key.revoked_at)}"
     if key.expires_at is None:
         return "active"
-    return f"{'expired' if key.expires_at <= time.time() else 'until'} {_day(key.expires_at)}"
+    return f"{'expired' if key.expires_at <= time.time() else 'until'} {day_text(key.expires_at)}"
 
 
 def _roles(user: User) -> str:
     return " ".join(f"{project}={role}" for project, role in user.roles.items()) or "in no project"
-
-
-def _day(unix: float) -> str:
-    return datetime.fromtimestamp(unix, UTC).date().isoformat()
 
 
 _ACTIONS: dict[str, Action] = {

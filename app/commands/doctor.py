@@ -51,7 +51,7 @@ class Finding(NamedTuple):
     text: str
 
 
-Found = Iterator[Finding]
+Findings = Iterator[Finding]
 
 
 def doctor(options: Options, *, as_json: bool) -> int:
@@ -71,7 +71,7 @@ def doctor(options: Options, *, as_json: bool) -> int:
     return int(wrong > 0)
 
 
-def examine(options: Options) -> Found:
+def examine(options: Options) -> Findings:
     """Runs all checks. Without usable settings, only those of the machine run."""
     try:
         given, running = planned(options)
@@ -98,7 +98,7 @@ def examine(options: Options) -> Found:
         yield from _guarded(name, check)
 
 
-def _guarded(name: str, check: Callable[[], Found]) -> Found:
+def _guarded(name: str, check: Callable[[], Findings]) -> Findings:
     """The findings of a check, and an error that ends it as one more."""
     try:
         yield from check()
@@ -106,7 +106,7 @@ def _guarded(name: str, check: Callable[[], Found]) -> Found:
         yield Finding(name, WRONG, str(error))
 
 
-def _versions(settings: Settings) -> Found:
+def _versions(settings: Settings) -> Findings:
     found = {name: text for name in _PACKAGES if (text := _version(name))}
     text = ", ".join(f"{name} {number}" for name, number in {"python": platform.python_version(), **found}.items())
     needed = [partial(checks.training, base) for base in settings.base_models]
@@ -139,7 +139,7 @@ def gpus(
     environ: Mapping[str, str] = os.environ,
     driver: Path = placement.NVIDIA_GPUS,
     torch_fault: Callable[[], str] = _torch_fault,
-) -> Found:
+) -> Findings:
     """Checks that torch can use the GPUs of the driver, and that the workers of the settings have room on them."""
     models, torch = placement.gpu_models(driver), _version("torch")
     if not torch:
@@ -159,14 +159,14 @@ def gpus(
             yield Finding("GPUs", WARNING, NO_VLLM)
 
 
-def _used_gpus(running: Settings | None) -> Found:
+def _used_gpus(running: Settings | None) -> Findings:
     """Warns of GPUs that other programs use: beside a running stack, that may be the stack itself."""
     for number, used in hardware.used_bytes().items() if running is None else ():
         text = f"{gib(used)} of GPU {number} are in use by other programs; end them, or name other GPUs in `devices`"
         yield Finding("GPUs", WARNING, text)
 
 
-def _shared_memory(settings: Settings) -> Found:
+def _shared_memory(settings: Settings) -> Findings:
     for line in checks.short_of_shared_memory(settings):
         yield Finding("shared memory", WARNING, line)
 
@@ -186,7 +186,7 @@ def _place(settings: Settings, environ: Mapping[str, str], driver: Path) -> None
     placement.place(settings, lambda: placement.visible_gpus(environ, driver))
 
 
-def _data_folder(given: Settings, running: Settings | None) -> Found:
+def _data_folder(given: Settings, running: Settings | None) -> Findings:
     folder = given.data_dir.expanduser().absolute()
     yield _disk("data folder", folder, given, ", a stack runs on it" if running else "")
 
@@ -204,7 +204,7 @@ def _disk(name: str, folder: Path, settings: Settings, more: str = "") -> Findin
     return Finding(name, OK, free)
 
 
-def _port(given: Settings, running: Settings | None) -> Found:
+def _port(given: Settings, running: Settings | None) -> Findings:
     api = given.api
     needed: list[Callable[[], object]] = [partial(checks.ports, given)]
     if running is not None and running.api.port == api.port:
@@ -216,7 +216,7 @@ def _port(given: Settings, running: Settings | None) -> Found:
     yield from (Finding("port", WARNING, line) for line in checks.unreachable_links(given))
 
 
-def _servers(given: Settings, running: Settings | None) -> Found:
+def _servers(given: Settings, running: Settings | None) -> Findings:
     """Checks the state server, the clock beside it, and the broker: those given, or those of the running stack."""
     settings = given if given.redis.url else running
     if settings is None:
@@ -265,7 +265,7 @@ def clock(client: redis.Redis, now: Callable[[], float] = time.time) -> Finding:
     )
 
 
-def _object_store(settings: Settings) -> Found:
+def _object_store(settings: Settings) -> Findings:
     name = store_name(settings)
     folder = objects.folder_of(settings)
     if folder is None:
@@ -275,7 +275,7 @@ def _object_store(settings: Settings) -> Found:
         yield _disk("object store", folder.expanduser().absolute(), settings)
 
 
-def _model(base: BaseModelSettings) -> Found:
+def _model(base: BaseModelSettings) -> Findings:
     """Checks the files and the settings of a base model. Those of a hub id may not be here yet."""
     name, folder = f"model {base.name}", Path(base.path).expanduser()
     wrong: list[Callable[[], object]] = [base.check_quantized, base.check_turns]
@@ -287,7 +287,7 @@ def _model(base: BaseModelSettings) -> Found:
         yield from _judged(name, wrong, hub)
 
 
-def _bundled(settings: Settings) -> Found:
+def _bundled(settings: Settings) -> Findings:
     """Checks the bundled model, which a stack without a base model serves."""
     if settings.base_models:
         return
@@ -300,7 +300,7 @@ def _bundled(settings: Settings) -> Found:
         yield Finding(f"model {bundled.NAME}", OK, "bundled; made when the stack starts (540 MB, once)")
 
 
-def _running(running: Settings | None) -> Found:
+def _running(running: Settings | None) -> Findings:
     """Reports the weights that adapters cover and the refusals, as the workers of the running stack found them."""
     if running is None:
         return
@@ -313,7 +313,7 @@ def _running(running: Settings | None) -> Found:
                 yield Finding(name, WRONG, f"no {role} can serve it: {reason}")
 
 
-def _judged(name: str, needed: Sequence[Callable[[], object]], text: str) -> Found:
+def _judged(name: str, needed: Sequence[Callable[[], object]], text: str) -> Findings:
     """A finding for each check of `needed` that fails, or one with `text`."""
     wrong = list(dict.fromkeys(_mistakes(needed)))
     yield from (Finding(name, WRONG, mistake) for mistake in wrong)

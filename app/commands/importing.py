@@ -12,11 +12,11 @@ from app.domain.accounts import Project
 from app.domain.adapters import CONFIG_FILE, FILES, TENSORS_FILE
 from app.domain.ops import LoraSpec
 from app.errors import BadRequest, NotFound, RequestError, SetupError, Unavailable
-from app.services.admission import LimitsOf, QuotaService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.imports import full_weights, peft_files
 from app.services.imports.importer import Importer, path_of
 from app.services.tenants.access import project_of
+from app.services.tenants.limits import LimitsFinder, QuotaService
 from app.services.tenants.spending import Spending
 from app.services.validation import check_lora
 from app.settings import Settings
@@ -68,7 +68,7 @@ class _Import:
         client = connect(settings.redis.url)
         records = RedisRecords(client, settings.engine)
         oplog, lifecycle = RedisOpLog(client, settings.engine), RedisLifecycle(client, settings.engine)
-        limits = LimitsOf(records, settings.limits.project)
+        limits = LimitsFinder(records, settings.limits.project)
         spending = Spending(RedisPages(client, settings.engine), settings.prices_of)
         self._quotas = QuotaService(limits, RedisQuotas(client, settings.engine), spending)
         self._importer = Importer(records, oplog, lifecycle, objects, self._quotas)

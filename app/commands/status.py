@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from app.commands.connection import reached, settings_of
-from app.domain.progress import described
+from app.domain.progress import NEWEST_POINTS, described
 from app.domain.records import Model, Worker
+from app.services.views import size_text
 from app.settings import Settings
 from app.stack.config import Options
 from app.stack.terminal import show, visible
@@ -29,8 +30,6 @@ from app.stores.redis.records import RedisRecords, load
 _MOST_WAITING = 10_000
 _EVERY_S = 1.0
 _UNKNOWN = "-"
-# Enough for the parts of a large batch, and for a rate that is steady.
-_POINTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +164,7 @@ def _runs(records: RedisRecords, waiting: Mapping[str, tuple[int, bool]], now: f
 
 
 def _with_progress(records: RedisRecords, runs: list[RunState], now: float) -> list[RunState]:
-    found = records.progress([run.id for run in runs], _POINTS)
+    found = records.progress([run.id for run in runs], NEWEST_POINTS)
     return [
         replace(
             run,
@@ -181,7 +180,7 @@ def _with_progress(records: RedisRecords, runs: list[RunState], now: float) -> l
 
 def drawn(found: StackState) -> Group:
     """The tables, at most 80 columns wide where the names are short."""
-    limit = f" of {_size(found.memory_limit_bytes)}" if found.memory_limit_bytes else ""
+    limit = f" of {size_text(found.memory_limit_bytes)}" if found.memory_limit_bytes else ""
     parts: list[Table | Text] = [_workers(found.workers), *_metrics(found.workers)]
     for base in sorted({run.base_model for run in found.runs} | found.samples.keys()):
         own = [run for run in found.runs if run.base_model == base]
@@ -189,7 +188,7 @@ def drawn(found: StackState) -> Group:
         parts += [Text(f"\n{visible(base)}: {samples} unfinished samples"), _run_table(own)]
     if found.more_runs:
         parts.append(Text(f"and {found.more_runs} other runs; --runs N shows more"))
-    parts.append(Text(f"\nstate server: {_size(found.memory_bytes)}{limit} in use"))
+    parts.append(Text(f"\nstate server: {size_text(found.memory_bytes)}{limit} in use"))
     return Group(*parts)
 
 
@@ -238,11 +237,3 @@ def _duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.0f}{unit}"
     return f"{seconds:.0f}s"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}"
-        count /= 1000
-    return f"{count:.1f} GB"

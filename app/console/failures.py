@@ -6,7 +6,7 @@ import logging
 
 from redis import RedisError
 
-from app.errors import OpError, RequestError
+from app.errors import STATE_SERVER_AWAY, OpError, RequestError
 
 log = logging.getLogger(__name__)
 FAILURES = (RequestError, OpError, RedisError)
@@ -19,4 +19,4 @@ def explain(error: RequestError | OpError | RedisError) -> tuple[str, int]:
     if isinstance(error, OpError):
         return str(error), 400 if error.category == "user" else 500
     log.warning("the state server failed: %s", type(error).__name__)
-    return "the state server does not answer or is full; try again soon", 503
+    return STATE_SERVER_AWAY, 503

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,10 +18,10 @@ from app.console import account, charts, login, playground, projects
 from app.console.failures import explain
 from app.domain.curves import Step, by_step, curves, steps
 from app.domain.limits import LONGEST_TTL_S
-from app.domain.progress import Progress
+from app.domain.progress import NEWEST_POINTS, Progress
 from app.errors import BadRequest, NotFound, OpError, RequestError
 from app.ids import TinkerPath
-from app.services.views import Page
+from app.services.views import Page, day_text, size_text
 
 blueprint = Blueprint("console", __name__, url_prefix="/console", template_folder="templates", static_folder="static")
 login.add(blueprint)
@@ -32,8 +31,6 @@ projects.add(blueprint)
 
 _PAGE_RUNS, _PAGE_CHECKPOINTS, _MOST_CALLS = 25, 50, 100
 _MOST_POINTS, _MOST_COLUMNS = 1000, 256
-# Enough for the parts of a large batch, and for a rate that is steady.
-_NEWEST_POINTS = 64
 _MOST_COMPARED = 8
 _DAY_S = 86_400
 _MOST_DAYS = LONGEST_TTL_S // _DAY_S
@@ -57,9 +54,9 @@ def protect(response: Response) -> Response:
 @blueprint.context_processor
 def helpers() -> dict[str, Any]:
     """The functions that the templates call, and whether the page is a user's."""
-    functions = {"csrf_token": login.csrf_token, "number": charts.number, "size": _size, "brief_id": _brief_id}
+    functions = {"csrf_token": login.csrf_token, "number": charts.number, "size": size_text, "brief_id": _brief_id}
     exact = {"count": "{:,}".format, "decimal": _decimal}
-    return {**functions, **exact, "day": _day, "logged_in": "caller" in g}
+    return {**functions, **exact, "day": day_text, "logged_in": "caller" in g}
 
 
 @blueprint.errorhandler(RequestError)
@@ -101,7 +98,7 @@ def runs() -> str:
     project = request.args.get("project") or None
     found, cursor = services().runs.list_states(current_caller(), "accessible", project, page)
     template = "runs_table.html" if _is_part() else "runs.html"
-    progress = _progress(found, _NEWEST_POINTS)
+    progress = _progress(found, NEWEST_POINTS)
     return render_template(template, runs=found, cursor=cursor, progress=progress, now=_now())
 
 
@@ -270,19 +267,6 @@ def _brief_id(run: str) -> str:
     return f"{session[:8]}:{rest}" if rest else run
 
 
-def _day(unix: float) -> str:
-    return datetime.fromtimestamp(unix, UTC).date().isoformat()
-
-
 def _decimal(amount: float) -> str:
     """Money or seconds with two decimals, or below 1 with its first digits."""
     return charts.number(amount) if 0 < amount < 1 else f"{amount:,.2f}"
-
-
-def _size(count: int | None) -> str:
-    size = float(count or 0)
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"

@@ -17,6 +17,8 @@ Scope = Literal["train", "sample", "manage"]
 resources. Every key may read."""
 ROLES: tuple[Role, ...] = get_args(Role)
 SCOPES: frozenset[Scope] = frozenset(get_args(Scope))
+KEY_PREFIX = "tml-"
+"""The beginning of every API key. The SDK refuses a key without it."""
 
 
 @dataclass(frozen=True, slots=True)

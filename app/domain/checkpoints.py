@@ -17,6 +17,8 @@ UNHASHED = "unhashed.json"
 """The manifest of a checkpoint in shared memory, whose files have no sha256: the upload computes them."""
 WINDOW = "window.json"
 """The file of a snapshot with its gradient accumulation window, unless that is empty."""
+ENCRYPTED = ".age"
+"""Suffix of the names of encrypted files."""
 MODELS = "models"
 SNAPSHOT = "snapshots"
 # 15 digits: Tinsmith writes no larger number, and the state server's scripts count exactly only up to 2^53.

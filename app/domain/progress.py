@@ -16,6 +16,9 @@ LOSS_SUM = "loss:sum"
 MOST_METRICS, _MOST_NAMES = 16, 256
 # A longer pause between two calls is no part of the training.
 _IDLE_S = 600.0
+NEWEST_POINTS = 64
+"""Points from which a run's loss and rate are shown: enough for the parts of a large batch, and for a rate that is
+steady."""
 
 
 @dataclass(frozen=True, slots=True)

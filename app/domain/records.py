@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from app.domain.checkpoints import OWNER, PROJECT
+from app.domain.checkpoints import ENCRYPTED, OWNER, PROJECT
 
 READS_IMAGES = "reads_images"
 """The part of a worker's description that says so. It is not in its `info`, because API processes of earlier versions
@@ -20,8 +20,6 @@ versions say nothing."""
 LAST_WORKERS = "last_workers"
 """The namespace of the last worker of each role and base model that started. These records stay: an API process that
 starts while no worker runs has the facts of the base model from them."""
-ENCRYPTED = ".age"
-"""Suffix of the names of encrypted files."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -8,48 +8,36 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
 
 import redis
 
 from app import ids
 from app.dispatch import CATCH_UP, Dispatcher, queue_for, sample_queue, train_queue
 from app.domain import ops
-from app.domain.accounts import Caller, Key, Project
-from app.domain.limits import KEY, PROJECT, Charge, Limits, Payer
+from app.domain.accounts import Caller
+from app.domain.limits import Charge, Payer
 from app.domain.ops import CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, SaveWeights, as_asked
-from app.domain.records import Model, Sampler, Upload
+from app.domain.records import Model, Sampler
 from app.domain.sampling import SampleRequest
 from app.errors import Forbidden, NotFound
 from app.services.tenants.access import load_owned
+from app.services.tenants.limits import LimitsFinder
 from app.services.tenants.spending import Spending
-from app.services.views import check_seen
 from app.settings import Settings
 from app.stores.disk import Disk
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import QueueBounds, RefusalKind
 from app.telemetry import ADMISSIONS, ADMIT_SECONDS
 from app.tracing import requests as traced
 
 log = logging.getLogger(__name__)
-MAX_SEQ = 2**31 - 1
 _BEAT_S = 3.0
 _LIFE_S = 10.0
 # Between two looks, a disk that takes 500 MB/s fills by half of the default engine.free_disk_bytes.
 _LOOK_S, _SHORT_S = 0.5, 3.0
-
-RESERVED_S = 7200
-"""The time for which the room of an upload is reserved."""
-# Bytes a second, at which files of any size are stored. A model of 600 GB takes hours.
-_SLOWEST = 10**7
-
-_CACHED_S = 5.0
-_NONE = Limits()
-A = TypeVar("A", Project, Key)
 
 
 class AdmissionService:
@@ -60,7 +48,7 @@ class AdmissionService:
         oplog: RedisOpLog,
         store: RedisRecords,
         dispatcher: Dispatcher,
-        limits: LimitsOf,
+        limits: LimitsFinder,
         settings: Settings,
         spending: Spending,
     ) -> None:
@@ -155,7 +143,7 @@ class AdmissionService:
             model = load_owned(self._records, Model, model_id, caller)
         except (NotFound, Forbidden):
             return
-        if 1 <= seq <= MAX_SEQ and self._oplog.refuse(model_id, seq, reason, kind):
+        if 1 <= seq <= ids.MAX_SEQ and self._oplog.refuse(model_id, seq, reason, kind):
             request_id = ids.request_id(model_id, seq)
             log.info("refused", extra={"request_id": request_id, "model_id": model_id, "seq": seq})
             # The calls that wait behind it were dispatched and turned away once already.
@@ -210,7 +198,7 @@ def beat_for_ever(oplog: RedisOpLog) -> None:
                 oplog.take_calls(_LIFE_S)
             time.sleep(_BEAT_S)
 
-    threading.Thread(target=loop, name="presence", daemon=True).start()
+    threading.Thread(target=loop, name="heartbeat", daemon=True).start()
 
 
 def watch_for_ever(oplog: RedisOpLog, disks: Sequence[Disk]) -> None:
@@ -224,130 +212,3 @@ def watch_for_ever(oplog: RedisOpLog, disks: Sequence[Disk]) -> None:
             time.sleep(_LOOK_S)
 
     threading.Thread(target=loop, name="disks", daemon=True).start()
-
-
-class LimitsOf:
-    """Finds the limits of projects and keys. Every call and the workers use it, so results are cached for some seconds,
-    and a change takes effect only after that.
-
-    `default` are the limits of every project. A key has no limits of its own unless some were set.
-    """
-
-    def __init__(self, store: RedisRecords, default: Limits) -> None:
-        self._records, self._default = store, default
-        self._found: dict[tuple[str, str], tuple[float, Limits]] = {}
-
-    def project(self, project: str) -> Limits:
-        """The project's limits; also for a project without an account, because each key of the settings is its own
-        project."""
-        return self._cached(Project, project, self._default)
-
-    def may_have(self, name: str) -> bool:
-        """False if no project has the limit `name`. Reads no value, so it also works for accounts of a later
-        version."""
-        return getattr(self._default, name) is not None or any(
-            f'"{name}"' in fields.get("limits", "") for _, fields in self._records.list(Project.namespace)
-        )
-
-    def key(self, key: str) -> Limits:
-        """The key's limits, by its id."""
-        return self._cached(Key, key, _NONE)
-
-    def payers(self, caller: Caller, project: str) -> tuple[Payer, ...]:
-        """The payers of a caller's call on something of `project`: that project and the caller's key."""
-        return self.payer(project), Payer(KEY, caller.key_id, self.key(caller.key_id))
-
-    def payer(self, project: str) -> Payer:
-        """The project as the only payer."""
-        return Payer(PROJECT, project, self.project(project))
-
-    def checkpoint_ttl_s(self, project: str) -> int | None:
-        """The TTL of the project's checkpoints that get none of their own."""
-        return self.project(project).checkpoint_ttl_s
-
-    def _cached(self, cls: type[A], id_: str, default: Limits) -> Limits:
-        until, limits = self._found.get((cls.namespace, id_), (0.0, default))
-        if time.monotonic() >= until:
-            found = self._records.find(cls, id_)
-            limits = default.changed(found.limits) if found else default
-            self._found[cls.namespace, id_] = time.monotonic() + _CACHED_S, limits
-        return limits
-
-
-class QuotaService:
-    """Charges calls against limits. Reads cost nothing, and neither do calls that free something, because a limit must
-    not prevent freeing.
-
-    `take`, `reserve` and `move` raise TooManyRequests if the call can be repeated later, and LimitReached if something
-    must be freed first.
-    """
-
-    def __init__(self, limits: LimitsOf, quotas: RedisQuotas, spending: Spending) -> None:
-        self._limits, self._quotas, self._spending = limits, quotas, spending
-
-    def take(self, caller: Caller, *projects: str) -> None:
-        """Charges a call that creates or changes something in `projects`: once to each of them, and once to the key."""
-        payers = dict.fromkeys(payer for project in projects for payer in self._limits.payers(caller, project))
-        self._quotas.take(Charge(tuple(payers)))
-
-    def of_session(self, caller: Caller, project: str) -> Charge:
-        """The charge of a new session in `project`."""
-        return Charge(self._limits.payers(caller, project), sessions=1)
-
-    def reserve(
-        self,
-        caller: Caller | None,
-        project: str,
-        path: ids.TinkerPath,
-        size: int,
-        upload: tuple[str, Upload] | None = None,
-    ) -> None:
-        """Charges a call that creates a checkpoint of `size` bytes at `path` in `project`, and reserves the room for it
-        until RedisRecords.put_reserved records it, for as long as its files may take. The caller is None for the
-        operator. `upload`: an upload to record in the same step, with its id; a repeat charges nothing."""
-        payers = self._limits.payers(caller, project) if caller else (self._limits.payer(project),)
-        charge = Charge(payers, stores=True, stored=size)
-        record = (upload[0], dump(upload[1])) if upload else None
-        self._quotas.reserve(str(path), charge, RESERVED_S + size / _SLOWEST, record)
-
-    @contextlib.contextmanager
-    def releasing(self, path: ids.TinkerPath) -> Iterator[None]:
-        """Releases the room reserved for `path` if the block fails."""
-        try:
-            yield
-        except BaseException:
-            self._quotas.release(str(path))
-            raise
-
-    def move(self, caller: Caller, project: str, *, sessions: int, models: int, size: int) -> None:
-        """Charges a call that moves another project's session to `project`. The session, its models and its checkpoints
-        still count for the keys that created them."""
-        payer, key = self._limits.payers(caller, project)
-        rates = replace(
-            key, limits=key.limits.changed(dict.fromkeys(("live_models", "live_sessions", "storage_bytes")))
-        )
-        self._quotas.take(Charge((payer, rates), sessions=sessions, models=models, stores=size > 0, stored=size))
-
-    def checkpoint_ttl_s(self, project: str) -> int | None:
-        """As in LimitsOf."""
-        return self._limits.checkpoint_ttl_s(project)
-
-    def most_samples(self, caller: Caller, most: int) -> int:
-        """The number of samples that a client should have in flight, at most `most`, the server's capacity."""
-        own = [payer.limits.concurrent_samples for payer in self._limits.payers(caller, caller.project)]
-        return min([most, *(limit for limit in own if limit is not None)])
-
-    def describe(self, caller: Caller, project: str | None) -> dict[str, Any]:
-        """The body of GET limits, for the caller's key and for its own or another project. Raises NotFound for a
-        project that the caller does not see; this includes the key's own project once the caller was removed from
-        it."""
-        named = check_seen(caller, caller.project if project is None else project)
-        return {payer.kind: self._view(payer, caller) for payer in self._limits.payers(caller, named)}
-
-    def _view(self, payer: Payer, caller: Caller) -> dict[str, Any]:
-        """A payer's limits and their use. Only a project's admins see its cost, unless it has a budget: the budget
-        refuses calls of its members, so they see it too."""
-        sees_cost = payer.limits.monthly_budget is not None or caller.may("admin", payer.id)
-        spent = self._spending.this_month(payer.id) if payer.kind == PROJECT and sees_cost else None
-        used = {**asdict(self._quotas.used(payer)), "monthly_budget": spent}
-        return {"id": payer.id, "limits": asdict(payer.limits), "used": used}

@@ -21,10 +21,9 @@ from app.domain.accounts import Caller
 from app.domain.checkpoints import MANIFEST, OWNER, CheckpointPrefix, Expiry, Manifest
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound, Unavailable
-from app.services.admission import QuotaService
 from app.services.tenants import audit
 from app.services.tenants.access import (
-    Found,
+    ListedCheckpoint,
     Sources,
     find_public,
     first_wanted,
@@ -33,6 +32,7 @@ from app.services.tenants.access import (
     load_owned,
     missing,
 )
+from app.services.tenants.limits import QuotaService
 from app.services.training import check_ttl
 from app.services.views import CHECKPOINT_TYPES, Page, check_writable, checkpoint_view, projects, searched, timestamp
 from app.signing import UrlSigner
@@ -151,7 +151,7 @@ class CheckpointSearch:
         return answer
 
 
-def _fits(one: Found, asked: Mapping[str, Any]) -> bool:
+def _fits(one: ListedCheckpoint, asked: Mapping[str, Any]) -> bool:
     """True for a checkpoint behind the cursor that fits in all but its owner."""
     found, cursor = one[1], asked["cursor"]
     return (
@@ -162,7 +162,7 @@ def _fits(one: Found, asked: Mapping[str, Any]) -> bool:
     )
 
 
-def _position(one: Found) -> tuple[datetime, str]:
+def _position(one: ListedCheckpoint) -> tuple[datetime, str]:
     return datetime.fromtimestamp(one[1].created, UTC), ids.checkpoint_uuid(one[0])
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from app.dispatch import Dispatcher, celery_app
 from app.errors import SetupError
-from app.services.admission import AdmissionService, LimitsOf, QuotaService
+from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels
 from app.services.checkpoints import ArchiveService, CheckpointSearch, CheckpointService, CopyService
 from app.services.hub import HubService
@@ -25,6 +25,7 @@ from app.services.tenants.access import Authenticator, OwnKey, Sources, Tokens
 from app.services.tenants.accounts import AccountRecovery, AccountService
 from app.services.tenants.administration import Administration
 from app.services.tenants.audit import AuditService
+from app.services.tenants.limits import LimitsFinder, QuotaService
 from app.services.tenants.spending import Spending
 from app.services.tenants.usage import UsageService
 from app.services.training import CustomLossService, RouteService, TrainingService
@@ -118,7 +119,7 @@ def build(settings: Settings) -> Services:
     recovery = AccountRecovery(accounts, records)
     authenticator = Authenticator(settings.api_keys, records, tokens, recovery, settings.operator_keys)
     sources = Sources(records, authenticator)
-    limits = LimitsOf(records, settings.limits.project)
+    limits = LimitsFinder(records, settings.limits.project)
     quotas = QuotaService(limits, RedisQuotas(client, settings.engine), spending)
 
     bases = BaseModels(settings, records)

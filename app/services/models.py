@@ -14,12 +14,12 @@ from app.domain.ops import CreateModel, LoraSpec, ModelSpec
 from app.domain.progress import Recorded
 from app.domain.records import Model, Session
 from app.errors import BadRequest, NotFound
-from app.services.admission import AdmissionService, QuotaService
+from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.teardown import Teardown
 from app.services.tenants import audit
 from app.services.tenants.access import (
-    Found,
+    ListedCheckpoint,
     Sources,
     list_run_checkpoints,
     load_owned,
@@ -27,6 +27,7 @@ from app.services.tenants.access import (
     missing,
     read_run,
 )
+from app.services.tenants.limits import QuotaService
 from app.services.validation import (
     CRITIC,
     asked_role,
@@ -218,7 +219,7 @@ class RunService:
             load_readable(self._records, Model, model_id, caller)
         return [checkpoint_view(path, one) for path, one in found]
 
-    def _checkpoints(self, model_id: str, caller: Caller) -> list[Found]:
+    def _checkpoints(self, model_id: str, caller: Caller) -> list[ListedCheckpoint]:
         (found,) = list_run_checkpoints(self._records, [model_id], caller)
         return found
 
@@ -239,7 +240,7 @@ def _state(model_id: str, stored: Record) -> dict[str, Any]:
     }
 
 
-def _saved(checkpoints: Sequence[Found]) -> dict[str, Any]:
+def _saved(checkpoints: Sequence[ListedCheckpoint]) -> dict[str, Any]:
     """The fields of a TrainingRun about its checkpoints."""
     return {
         "last_checkpoint": _newest(checkpoints, "training"),
@@ -247,7 +248,7 @@ def _saved(checkpoints: Sequence[Found]) -> dict[str, Any]:
     }
 
 
-def _published_view(model_id: str, public: Sequence[Found]) -> dict[str, Any]:
+def _published_view(model_id: str, public: Sequence[ListedCheckpoint]) -> dict[str, Any]:
     """A TrainingRun made of public checkpoints alone: the run's owner, metadata and state were not published."""
     newest = public[0][1]
     return {
@@ -262,6 +263,6 @@ def _published_view(model_id: str, public: Sequence[Found]) -> dict[str, Any]:
     }
 
 
-def _newest(checkpoints: Sequence[Found], kind: str) -> dict[str, Any] | None:
+def _newest(checkpoints: Sequence[ListedCheckpoint], kind: str) -> dict[str, Any] | None:
     its = (checkpoint_view(path, one) for path, one in checkpoints if CHECKPOINT_TYPES[one.kind] == kind)
     return next(its, None)

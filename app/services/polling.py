@@ -42,7 +42,7 @@ def check_request_id(text: str) -> None:
         raise NotFound(f"future {text[:200]!r} does not exist")
 
 
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 CheckKey = Callable[[Caller], None]
 """Raises Unauthorized if the caller's key is no longer valid."""
@@ -64,11 +64,11 @@ class LongPolls:
         self,
         caller: Caller,
         id_: str,
-        look: Callable[[], Found],
-        is_done: Callable[[Found], bool],
+        look: Callable[[], T],
+        is_done: Callable[[T], bool],
         suspension: Suspension | None,
         at_most_s: float = math.inf,
-    ) -> Found | None:
+    ) -> T | None:
         """The result of `look`, once that `is_done` or the hold time is over. `id_` is published when there is news.
 
         None if the poll was suspended. The server later runs the same request again from the start, and checks its key
@@ -88,10 +88,8 @@ class LongPolls:
             suspension.suspend(seconds, undo.pop_all().close)
             return None
 
-    def _wait(
-        self, caller: Caller, id_: str, look: Callable[[], Found], is_done: Callable[[Found], bool], seconds: float
-    ) -> Found:
-        done: list[Found] = []
+    def _wait(self, caller: Caller, id_: str, look: Callable[[], T], is_done: Callable[[T], bool], seconds: float) -> T:
+        done: list[T] = []
 
         def check() -> bool:
             found = look()

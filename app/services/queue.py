@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 from app import ids
 from app.domain.accounts import Caller
 from app.domain.records import Model, Sampler, Worker
-from app.errors import Unavailable
+from app.errors import STATE_SERVER_AWAY, Unavailable
 from app.services.base_models import BaseModels, queue_of, roles, sampler_role, trainer_role
 from app.services.views import Page
 from app.stores.redis.backlog import RedisBacklog, RedisCalls
@@ -31,7 +31,6 @@ from app.stores.redis.types import Call, Future, ModelLine, Pending, Unfinished,
 # A snapshot of the queue may take tens of milliseconds, so a client that polls constantly gets two a second.
 _SNAPSHOT_AGE_S = 0.5
 _SAMPLE = "sample"
-_AWAY = "the state server does not answer or is full; try again soon"
 _STATE_SNAPSHOT_AGE_S = 2.0
 # /metrics needs no key, and this value takes a read of all that waits.
 _BACKLOG_AGE_S = 1.0
@@ -91,7 +90,7 @@ class QueueService:
         Unavailable."""
         snapshot = self._snapshots.newest(_SNAPSHOT_AGE_S)
         if snapshot is None:
-            raise Unavailable(_AWAY)
+            raise Unavailable(STATE_SERVER_AWAY)
         wanted, cursor = page.of(self._own(snapshot, caller))
         pending = [call for call in self._calls.of(wanted) if call.state == "pending"]
         begun = self._backlog.running([call.request_id for call in pending if call.kind == _SAMPLE])
@@ -108,7 +107,7 @@ class QueueService:
         counts as one more. It is at most about a second old. Raises Unavailable."""
         found = self._recent_backlogs.newest(_BACKLOG_AGE_S)
         if found is None:
-            raise Unavailable(_AWAY)
+            raise Unavailable(STATE_SERVER_AWAY)
         return found
 
     def _read_backlogs(self) -> dict[tuple[str, str], Waiting]:

@@ -30,7 +30,7 @@ from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Record
 
 log = logging.getLogger(__name__)
-Found = dict[CheckpointPrefix, list[str]]
+KeysByPlace = dict[CheckpointPrefix, list[str]]
 """The keys of each place of one model."""
 _TYPED = TypeAdapter(Manifest)
 # Owners that wrote only local snapshots left no trace of their epochs in the object store. No run has a million epochs.
@@ -83,8 +83,8 @@ class Rebuild:
                 restored.known += 1
         return restored
 
-    def _models(self) -> dict[str, Found]:
-        models: defaultdict[str, Found] = defaultdict(dict)
+    def _models(self) -> dict[str, KeysByPlace]:
+        models: defaultdict[str, KeysByPlace] = defaultdict(dict)
         for key in self._objects.list(f"{MODELS}/"):
             place = CheckpointPrefix.parse(key)
             if place is not None:
@@ -101,7 +101,7 @@ class Rebuild:
         return not self._oplog.waiting(place.model_id, place.seq, 1)
 
     def _catch_up(
-        self, model_id: str, head: Record, found: Found, lost: list[CheckpointPrefix], restored: Restored
+        self, model_id: str, head: Record, found: KeysByPlace, lost: list[CheckpointPrefix], restored: Restored
     ) -> None:
         """Restores a run that was set back. The new epoch is written last, because after it nothing counts as lost."""
         for place, manifest in self._newest_of_each(lost, found, restored):
@@ -111,7 +111,7 @@ class Rebuild:
         self._records.update(Model.namespace, model_id, {"epoch": epoch, "epoch_floor": epoch})
         restored.set_back.append(model_id)
 
-    def _restore(self, model_id: str, found: Found, restored: Restored) -> None:
+    def _restore(self, model_id: str, found: KeysByPlace, restored: Restored) -> None:
         """Restores a missing run. Its record is written last, so a run that has a record was restored completely."""
         snapshot, manifests = None, []
         for place, manifest in self._newest_of_each(found, found, restored):
@@ -124,7 +124,7 @@ class Rebuild:
             self._restore_run(model_id, manifests, snapshot, max(place.epoch for place in found) + _FAR, restored)
 
     def _newest_of_each(
-        self, places: Iterable[CheckpointPrefix], found: Found, restored: Restored
+        self, places: Iterable[CheckpointPrefix], found: KeysByPlace, restored: Restored
     ) -> Iterable[tuple[CheckpointPrefix, Manifest]]:
         """The newest snapshot, and the newest generation of each checkpoint."""
         by_name: defaultdict[tuple[str, str], list[CheckpointPrefix]] = defaultdict(list)
@@ -136,7 +136,7 @@ class Rebuild:
                 yield newest
 
     def _newest(
-        self, places: Iterable[CheckpointPrefix], found: Found, restored: Restored
+        self, places: Iterable[CheckpointPrefix], found: KeysByPlace, restored: Restored
     ) -> tuple[CheckpointPrefix, Manifest] | None:
         """The newest complete place; a half-written place has no manifest."""
         for place in sorted(places, key=lambda place: (place.epoch, place.seq), reverse=True):

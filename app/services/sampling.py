@@ -14,9 +14,10 @@ from app.domain.losses import NOT_OFFERED
 from app.domain.records import BaseModelInfo, Sampler, Session
 from app.domain.sampling import MAX_TOP, Cells, SampleRequest
 from app.errors import BadRequest
-from app.services.admission import AdmissionService, QuotaService
+from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, sampler_role
-from app.services.tenants.access import load_checkpoint, load_owned, load_readable
+from app.services.tenants.access import load_checkpoint, load_owned, load_readable, sampler_exists
+from app.services.tenants.limits import QuotaService
 from app.services.validation import (
     check_adapter,
     check_reads_images,
@@ -126,10 +127,7 @@ class SamplingService:
         ephemeral = there.prefix and not there.model_path
         same = there.model_path == (asked.get("model_path") or "")
         if ephemeral or not same or asked.get("base_model") not in (None, there.base_model):
-            raise BadRequest(
-                f"sampling_session_seq_id {asked['sampling_session_seq_id']} was already used for another sampler; "
-                "use a new one"
-            )
+            raise sampler_exists(asked["sampling_session_seq_id"])
         return True
 
 

@@ -13,10 +13,10 @@ from app import ids
 from app.domain.accounts import Caller
 from app.domain.records import Checkpoint, Model, Sampler, Session
 from app.errors import BadRequest, NotFound
-from app.services.admission import QuotaService
 from app.services.teardown import Teardown
 from app.services.tenants import audit
 from app.services.tenants.access import check_role, load_owned, load_readable
+from app.services.tenants.limits import QuotaService
 from app.services.views import (
     Page,
     Scope,
@@ -36,7 +36,8 @@ from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Call
 
-Found = tuple[str, Session]
+ListedSession = tuple[str, Session]
+"""A session's id and the session."""
 _REASONS = ("success", "errored", "interrupted")
 
 # Characters of the explanation that a client gives when it finishes a session. A longer one is cut: to refuse it would
@@ -170,7 +171,7 @@ class SessionSearch:
             answer["next_cursor"] = {"last_created_at": timestamp(last.created), "last_session_id": last_id}
         return answer
 
-    def _found(self, caller: Caller, asked: Mapping[str, Any]) -> Iterator[Found]:
+    def _found(self, caller: Caller, asked: Mapping[str, Any]) -> Iterator[ListedSession]:
         """The sessions that fit, newest first; whoever stops early reads few of them."""
         within = searched(caller, asked["owner"], asked["project_ids"])
         places = ((_place(created, id_), id_) for created, id_ in self._records.list_sessions(within))
@@ -181,7 +182,7 @@ class SessionSearch:
                 if fields and fits(found := (id_, load(Session, fields))):
                     yield found
 
-    def _summary(self, found: Found) -> dict[str, Any]:
+    def _summary(self, found: ListedSession) -> dict[str, Any]:
         session_id, session = found
         stored = self._records.list(Checkpoint.namespace, f"tinker://{ids.model_prefix(session_id)}")
         sizes = [load(Checkpoint, fields).size_bytes for _, fields in stored]
@@ -198,10 +199,10 @@ class SessionSearch:
         }
 
 
-def _filter(caller: Caller, within: Set[str], asked: Mapping[str, Any]) -> Callable[[Found], bool]:
+def _filter(caller: Caller, within: Set[str], asked: Mapping[str, Any]) -> Callable[[ListedSession], bool]:
     wanted = asked["user_metadata"].items()
 
-    def fits(found: Found) -> bool:
+    def fits(found: ListedSession) -> bool:
         session = found[1]
         return (
             session.owner in within
@@ -214,7 +215,7 @@ def _filter(caller: Caller, within: Set[str], asked: Mapping[str, Any]) -> Calla
     return fits
 
 
-def _is_named(found: Found, session_id: str | None, name: str | None) -> bool:
+def _is_named(found: ListedSession, session_id: str | None, name: str | None) -> bool:
     """True if the session has this id, or its name contains each word of `name`. Any session fits if neither is
     given."""
     if session_id is None and name is None:

@@ -27,10 +27,11 @@ from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, Ragged, SaveW
 from app.domain.records import Loss, Model, Sampler, Session
 from app.domain.routes import SequenceRoutes, Span, none_of
 from app.errors import BadRequest, NotFound, TooLarge
-from app.services.admission import MAX_SEQ, AdmissionService, QuotaService
+from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.tenants import audit
-from app.services.tenants.access import Sources, load_owned, load_readable
+from app.services.tenants.access import Sources, load_owned, load_readable, sampler_exists
+from app.services.tenants.limits import QuotaService
 from app.services.validation import (
     check_adam,
     check_forward_backward,
@@ -84,7 +85,7 @@ class TrainingService:
 
     def forward_backward(self, caller: Caller, envelope: Envelope) -> Promise:
         model = load_owned(self._records, Model, envelope.model_id, caller)
-        in_range("seq_id", envelope.seq, 1, MAX_SEQ)
+        in_range("seq_id", envelope.seq, 1, ids.MAX_SEQ)
         info = self._bases.info(trainer_role(full=model.full), model.base_model)
         check_datums(envelope.datums, self._limits)
         op = envelope.decode(partial(self._custom_losses.find, caller))
@@ -180,10 +181,7 @@ class TrainingService:
         there = self._records.find(Sampler, sampler_id)
         place = CheckpointPrefix.parse(there.prefix) if there else None
         if there and (place is None or (place.model_id, place.seq) != (asked["model_id"], asked["seq_id"])):
-            raise BadRequest(
-                f"sampling_session_seq_id {asked['sampling_session_seq_id']} was already used for another sampler; "
-                "use a new one"
-            )
+            raise sampler_exists(asked["sampling_session_seq_id"])
 
     def _repeat(self, model_id: str, seq: int, op: Op, missing: Exception) -> Promise:
         """The future of the call if it was admitted before. If the call is new, raises BadRequest with the text of

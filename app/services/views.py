@@ -44,6 +44,21 @@ def timestamp(unix: float) -> str:
     return datetime.fromtimestamp(unix, UTC).isoformat()
 
 
+def day_text(unix: float) -> str:
+    """The day (UTC) of a time, for people."""
+    return datetime.fromtimestamp(unix, UTC).date().isoformat()
+
+
+def size_text(count: float | None) -> str:
+    """A number of bytes, for people."""
+    size = float(count or 0)
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
 def user_urn(user: str) -> str:
     """A user's name in the SDK's form."""
     return f"tml:user:{user}"

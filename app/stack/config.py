@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from app import settings as settings_module
+from app.domain.accounts import KEY_PREFIX
 from app.errors import SetupError
 from app.settings import SENTINEL_SCHEMES, Settings, hash_key
-
-KEY_PREFIX = "tml-"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 import redis
 
 from app import ids
-from app.domain.progress import described
+from app.domain.progress import NEWEST_POINTS, described
 from app.domain.records import Model, Session
 from app.stores.redis import keys
 from app.stores.redis.records import RedisRecords, load
@@ -22,7 +22,6 @@ _EVERY_S = 5.0
 _PAUSE_S = 10.0
 # Of a look; with hundreds of runs the lines would say nothing.
 _MOST_LINES = 10
-_POINTS = 64
 
 
 class _Run(NamedTuple):
@@ -75,7 +74,7 @@ class RunNews:
         self._known[model_id] = _Said(run.steps, run.tokens, now)
         if before is None:
             return f" starts{_from(run.steps)}: {_of(run.model)}"
-        [progress] = self._records.progress([model_id], _POINTS)
+        [progress] = self._records.progress([model_id], NEWEST_POINTS)
         return f": {described(progress, now)}"
 
     def _live(self) -> dict[str, _Run]:

@@ -21,6 +21,7 @@ import redis
 import tomli_w
 
 from app.demo import model
+from app.domain.accounts import KEY_PREFIX
 from app.domain.records import LAST_WORKERS, Refusal, Worker
 from app.errors import SetupError
 from app.services.base_models import BaseModels, lora_coverage, roles
@@ -250,7 +251,7 @@ def _with_secrets(settings: Settings, folder: DataFolder) -> Settings:
     url_secret = settings.url_secret or folder.kept_secret("url-secret", lambda: secrets.token_urlsafe(32))
     if settings.api_keys:
         return settings.model_copy(update={"url_secret": url_secret})
-    key = hash_key(folder.kept_secret(_KEY_FILE, lambda: config.KEY_PREFIX + secrets.token_urlsafe(32)))
+    key = hash_key(folder.kept_secret(_KEY_FILE, lambda: KEY_PREFIX + secrets.token_urlsafe(32)))
     return settings.model_copy(update={"api_keys": (key,), "operator_keys": (key,), "url_secret": url_secret})
 
 

@@ -88,8 +88,8 @@ class BatchHeader:
 
     @classmethod
     def of(cls, loss_fn: str, config: Mapping[str, float | str], forward_only: bool, find: FindLoss) -> BatchHeader:
-        """Builds a Head. Raises BadRequest for a string in the config, except the loss_id of a custom loss, and for a
-        custom loss without a loss_id."""
+        """Builds a BatchHeader. Raises BadRequest for a string in the config, except the loss_id of a custom loss, and
+        for a custom loss without a loss_id."""
         settings = dict(config)
         loss_id = settings.pop("loss_id", None) if loss_fn == CUSTOM else None
         if loss_fn == CUSTOM and not isinstance(loss_id, str):

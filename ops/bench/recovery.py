@@ -1,8 +1,8 @@
 """Downtime of a model when its owner is killed (SIGKILL): with a stand-by trainer, and with a lone trainer.
 
 With a stand-by, the dead owner's lease must expire first. A lone trainer is restarted by the supervisor and takes its
-models back at once. The tiny model makes the restore short, so the figure is the service's own time. Lease, sweeper and
-all other settings are the defaults.
+models back at once. The tiny model makes the restore short, so the figure is the service's own time. All settings
+are the defaults.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ROUNDS = 3
 _STEPS_BEFORE, _STEPS_AFTER = 20, 200
 _PATIENCE_S = 180.0
 _THREADS = 1
-# The lease of 15 s and two rounds of the sweeper; a start of Python, torch and the backend.
+# The lease of 15 s and two rounds of the redispatch task; a start of Python, torch and the backend.
 _STANDBY_GOAL_S, _RESTART_GOAL_S = 20.0, 15.0
 
 

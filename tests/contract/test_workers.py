@@ -1,4 +1,4 @@
-"""Workers that hang, take no tasks, or get a signal to stop. Leases and the sweeper are too slow here to help."""
+"""Workers that hang, take no tasks, or get a signal to stop. Leases and redispatch are too slow here to help."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ SILENT = pytest.mark.parametrize("acknowledge", [False, True], ids=["dead", "sto
 
 @pytest.fixture
 def state(memory: Path) -> Iterator[str]:
-    """A state server of their own, on which no other worker's sweeper is at work."""
+    """A state server of their own, on which no other worker runs maintenance."""
     with start_valkey(memory / "silent-state") as url:
         with connect(url) as client:
             client.flushall()

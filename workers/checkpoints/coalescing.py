@@ -128,5 +128,5 @@ class CoalescingWorker(Generic[Item]):
             self._changed.notify_all()
 
 
-NewLatest = Callable[..., CoalescingWorker[Any]]
-"""Starts a coalescing worker with a name and its work."""
+MakeWorker = Callable[..., CoalescingWorker[Any]]
+"""Starts a coalescing worker from its name and its work. Tests pass one with another `retry_s`."""

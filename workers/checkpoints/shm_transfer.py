@@ -28,7 +28,7 @@ from app.stores.objects.base import ObjectStore, check_key
 from app.stores.objects.notes import remove_checkpoint
 from app.stores.redis.records import RedisRecords
 from workers.checkpoints import transfer
-from workers.checkpoints.coalescing import CoalescingWorker, NewLatest
+from workers.checkpoints.coalescing import CoalescingWorker, MakeWorker
 
 log = logging.getLogger(__name__)
 _CLOSE_S = 2.0
@@ -55,12 +55,12 @@ class ShmTransfers:
     responsible for it meanwhile: its files are in this machine's folder, or the journal rebuilds them.
     """
 
-    def __init__(self, store: ObjectStore, index: RedisRecords, folder: ShmFolder, latest: NewLatest) -> None:
+    def __init__(self, store: ObjectStore, index: RedisRecords, folder: ShmFolder, make_worker: MakeWorker) -> None:
         self._store, self._index, self._folder = store, index, folder
         self._lost: set[str] = set()
         self._failed: Counter[str] = Counter()
         """Restores of each model that failed here since the last that did not."""
-        self._uploads: CoalescingWorker[None] = latest("shm-uploads", self._upload)
+        self._uploads: CoalescingWorker[None] = make_worker("shm-uploads", self._upload)
 
     def begin(self) -> None:
         """Uploads the adapters that an earlier process of this machine left in the folder, whoever owns those models

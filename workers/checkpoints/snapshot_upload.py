@@ -34,7 +34,7 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Lease
 from workers.backends.training.base import Writer
 from workers.checkpoints import transfer
-from workers.checkpoints.coalescing import CoalescingWorker, NewLatest
+from workers.checkpoints.coalescing import CoalescingWorker, MakeWorker
 from workers.checkpoints.writer import Saver
 
 log = logging.getLogger(__name__)
@@ -75,12 +75,17 @@ class SnapshotPipeline:
     """
 
     def __init__(
-        self, oplog: RedisOpLog, saver: Saver, folder: SnapshotFolder, clear: Callable[[], None], latest: NewLatest
+        self,
+        oplog: RedisOpLog,
+        saver: Saver,
+        folder: SnapshotFolder,
+        clear: Callable[[], None],
+        make_worker: MakeWorker,
     ) -> None:
         self._oplog, self._saver, self._folder, self._clear = oplog, saver, folder, clear
         self._clear_at = 0.0
-        self._writes: CoalescingWorker[SnapshotCopy] = latest("snapshot-writes", self._write)
-        self._uploads: CoalescingWorker[PendingUpload] = latest("snapshot-uploads", self._upload)
+        self._writes: CoalescingWorker[SnapshotCopy] = make_worker("snapshot-writes", self._write)
+        self._uploads: CoalescingWorker[PendingUpload] = make_worker("snapshot-uploads", self._upload)
 
     def put(self, taken: SnapshotCopy) -> None:
         self._writes.put(taken.lease.model_id, taken, at_once=taken.at_once)

@@ -33,7 +33,7 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import load
 from app.stores.redis.types import Entry, Lease
 from workers.backends.training.base import Writer
-from workers.checkpoints.coalescing import NewLatest
+from workers.checkpoints.coalescing import MakeWorker
 from workers.checkpoints.snapshot_upload import LocalSnapshot, SnapshotCopy, SnapshotFolder, SnapshotPipeline
 from workers.checkpoints.writer import Saver
 from workers.process import telemetry
@@ -123,14 +123,14 @@ class Snapshots:
         folder: SnapshotFolder,
         settings: EngineSettings,
         rest_s: float,
-        latest: NewLatest,
+        make_worker: MakeWorker,
     ) -> None:
         self._saver, self._folder = saver, folder
         self._share, self._journal_bytes, self._rest_s = settings.snapshot_share, settings.journal_bytes, rest_s
         self._tracks: dict[str, Track] = {}
         # The owner evicts a model after `idle_s`. If it did not, only a copy is removed here.
         self._unused_s = 2 * settings.idle_s
-        self._pipeline = SnapshotPipeline(oplog, saver, folder, self.clear, latest)
+        self._pipeline = SnapshotPipeline(oplog, saver, folder, self.clear, make_worker)
 
     def begin(self, lease: Lease, local: LocalSnapshot | None) -> None:
         """Starts a track for a model that is being restored, from `local` if there is one; the replayed Ops come
@@ -169,7 +169,7 @@ class Snapshots:
         is_long = track.total - track.taken > self._journal_bytes
         if not is_long and (time.monotonic() < track.next or not self._pipeline.ready(resident.lease.model_id)):
             return False
-        return resident.grad_accumulation == GradAccumulation() or self._all_read_gradients()
+        return resident.accumulation == GradAccumulation() or self._all_read_gradients()
 
     def _all_read_gradients(self) -> bool:
         """True if every live trainer restores pending gradients. One of an earlier version would fail the calls of such
@@ -189,7 +189,7 @@ class Snapshots:
         """
         model_id = resident.lease.model_id
         track = self._track(model_id)
-        if track.unsaved and resident.grad_accumulation == GradAccumulation() and not resident.uncommitted:
+        if track.unsaved and resident.accumulation == GradAccumulation() and not resident.uncommitted:
             self._take(resident, track, at_once=True)
         self._pipeline.finish(model_id, within_s)
 
@@ -246,16 +246,16 @@ class Snapshots:
         track.taken, track.unsaved, track.ops, track.passes = track.total, False, 0, 0
         track.changed = math.inf
         durable = partial(track.made_durable, track.total)
-        write = _with_window(write, resident.grad_accumulation)
+        write = _with_accumulation(write, resident.accumulation)
         self._pipeline.put(SnapshotCopy(resident.lease, resident.applied, write, durable, at_once))
 
 
-def _with_window(write: Writer, window: GradAccumulation) -> Writer:
+def _with_accumulation(write: Writer, accumulation: GradAccumulation) -> Writer:
     def write_both(folder: Path) -> None:
         write(folder)
-        (folder / WINDOW).write_text(json.dumps(asdict(window)))
+        (folder / WINDOW).write_text(json.dumps(asdict(accumulation)))
 
-    return write if window == GradAccumulation() else Writer(write_both, write.size)
+    return write if accumulation == GradAccumulation() else Writer(write_both, write.size)
 
 
 def _is_load(entry: Entry) -> bool:
@@ -274,8 +274,8 @@ class Restore:
     snapshots: Snapshots
 
     def __call__(self, lease: Lease) -> GradAccumulation:
-        """Restores the model and returns its window. Raises Fenced, Unavailable; NotFound and OpError when the snapshot
-        or the journal after it is lost.
+        """Restores the model and returns its accumulation. Raises Fenced, Unavailable; NotFound and OpError when the
+        snapshot or the journal after it is lost.
 
         If a transferred adapter was lost, the restore starts from a snapshot before it, so that the replay rebuilds it.
         """
@@ -310,10 +310,10 @@ class Restore:
             if local.seq >= before:
                 continue
             try:
-                window = self.executor.restore_from(lease.model_id, local.path, manifest)
+                accumulation = self.executor.restore_from(lease.model_id, local.path, manifest)
             except OpError as error:
                 log.warning("a local snapshot cannot be loaded: %s", error, extra={"model_id": lease.model_id})
                 self.folder.remove(local)
             else:
-                return local, window
+                return local, accumulation
         return None, GradAccumulation()

@@ -17,10 +17,10 @@ from pathlib import Path
 import pyrage
 
 from app import ids
-from app.domain.checkpoints import UNHASHED, CheckpointPrefix, Expiry, Manifest
+from app.domain.checkpoints import ENCRYPTED, UNHASHED, CheckpointPrefix, Expiry, Manifest
 from app.domain.ops import LoraSpec, SaveWeights
 from app.domain.progress import Point
-from app.domain.records import ENCRYPTED, Checkpoint, Model, Sampler, ShmTransfer
+from app.domain.records import Checkpoint, Model, Sampler, ShmTransfer
 from app.domain.results import SAVED, Result, Usage
 from app.errors import NotFound, OpError, Unavailable, UserOpError
 from app.stores.disk import Disk

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from app.domain.checkpoints import CheckpointPrefix
 from app.domain.records import Checkpoint
-from app.services.admission import LimitsOf
 from app.services.tenants import audit
+from app.services.tenants.limits import LimitsFinder
 from app.stores.redis.records import RETAINED, RedisRecords, Stored, load
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ Counted = tuple[int, int, Stored]
 class Retention:
     """The maintenance task. It may run twice at once."""
 
-    def __init__(self, records: RedisRecords, limits: LimitsOf) -> None:
+    def __init__(self, records: RedisRecords, limits: LimitsFinder) -> None:
         self._records, self._limits = records, limits
         self._next = 0.0
 

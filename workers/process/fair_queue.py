@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import redis
 
-from app.services.admission import LimitsOf
+from app.services.tenants.limits import LimitsFinder
 
 # Rounding error that remains of sums that were added and subtracted again.
 _NOTHING = 1e-6
@@ -85,7 +85,7 @@ class ProjectWeights:
     """The weights of projects. While the state server is away each keeps its last known weight, or 1 if it was not seen
     before: nothing that is ordered by weights may fail for that."""
 
-    def __init__(self, limits: LimitsOf) -> None:
+    def __init__(self, limits: LimitsFinder) -> None:
         self._limits = limits
         self._last: dict[str, float] = {}
 

@@ -14,8 +14,8 @@ from celery import Celery
 
 from app import dispatch
 from app.domain.records import BaseModelInfo
-from app.services.admission import LimitsOf
 from app.services.teardown import Teardown
+from app.services.tenants.limits import LimitsFinder
 from app.settings import BaseModelSettings, Settings
 from app.stores import objects
 from app.stores.objects.base import ObjectStore
@@ -32,10 +32,11 @@ from app.stores.redis.records import RedisRecords
 from workers.backends.sampling.base import RequestHandle, SamplerBackend
 from workers.backends.training.base import TrainingBackend
 from workers.checkpoints.shm_transfer import ShmFolder
+from workers.maintenance.accounting import Accounting
 from workers.maintenance.adapters import EphemeralAdapters
 from workers.maintenance.captures import ExpiredCaptures
 from workers.maintenance.direct_queues import DirectQueues
-from workers.maintenance.leader import Accounting, MaintenanceTask, PayloadSpilling, SessionExpiry, Sweeper
+from workers.maintenance.leader import MaintenanceRunner, MaintenanceTask, PayloadSpilling, SessionExpiry
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Redispatcher
 from workers.maintenance.retention import Retention
@@ -96,8 +97,8 @@ class Parts:
         return self.worker.partition("/")[0]
 
     @property
-    def limits(self) -> LimitsOf:
-        return LimitsOf(self.records, self.settings.limits.project)
+    def limits(self) -> LimitsFinder:
+        return LimitsFinder(self.records, self.settings.limits.project)
 
     @property
     def shm_folder(self) -> ShmFolder:
@@ -160,7 +161,7 @@ def create_heartbeat(
     )
 
 
-def sweeper(parts: Parts) -> Sweeper:
+def maintenance(parts: Parts) -> MaintenanceRunner:
     teardown = Teardown(parts.lifecycle, parts.records, parts.store, parts.dispatcher.wake)
     tasks: dict[str, MaintenanceTask] = {
         "ringing": Redispatcher(
@@ -179,4 +180,4 @@ def sweeper(parts: Parts) -> Sweeper:
         "direct queues": DirectQueues(parts.oplog, parts.celery),
         "accounting": Accounting(parts.pages, PageFiles(parts.store), parts.records),
     }
-    return Sweeper(parts.oplog, tasks, parts.worker)
+    return MaintenanceRunner(parts.oplog, tasks, parts.worker)

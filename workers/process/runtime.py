@@ -21,7 +21,7 @@ from celery import Task, shared_task
 from app.dispatch import KINDS, TICK, task_name
 from app.domain.results import Result
 from app.errors import Requeue
-from workers.maintenance.leader import Sweeper
+from workers.maintenance.leader import MaintenanceRunner
 from workers.process import telemetry
 from workers.process.liveness import Heartbeat, Watchdog
 
@@ -48,7 +48,7 @@ class Runtime:
     queue: str
     heartbeat: Heartbeat
     watchdog: Watchdog
-    sweeper: Sweeper
+    maintenance: MaintenanceRunner
     on_tick: Callable[[], None]
     close: Callable[[], None]
     leave: Callable[[], None] = lambda: None
@@ -74,13 +74,13 @@ class Runtime:
     def announce(self) -> None:
         self.heartbeat.start()
         self.watchdog.start()
-        self.sweeper.start()
+        self.maintenance.start()
 
     def stop(self) -> None:
         """Ends the worker's parts. Called after the running task has ended; no other begins."""
         with exit_on_hang():
             self.watchdog.stop()
-            self.sweeper.stop()
+            self.maintenance.stop()
             self.heartbeat.stop()
             self.close()
             telemetry.close()

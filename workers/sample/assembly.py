@@ -14,7 +14,7 @@ from app.stores.redis.client import Channel, connect_state
 from workers.backends.sampling.base import SamplerBackend
 from workers.process.fair_queue import FairQueue, ProjectWeights
 from workers.process.liveness import Probe
-from workers.process.parts import Parts, Serving, create_heartbeat, create_watchdog, sweeper
+from workers.process.parts import Parts, Serving, create_heartbeat, create_watchdog, maintenance
 from workers.process.runtime import Runtime, exit_process
 from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
 from workers.sample.admission import BatchAdmission, ThrottledDispatch
@@ -77,7 +77,7 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
         queue=queue,
         heartbeat=heartbeat,
         watchdog=watchdog,
-        sweeper=sweeper(parts),
+        maintenance=maintenance(parts),
         on_tick=probe,
         close=close,
         leave=heartbeat.leave,

@@ -11,7 +11,7 @@ from app.services.base_models import trainer_role
 from app.settings import TrainerSettings
 from app.stores.disk import Disk
 from workers.backends.training.base import TrainingBackend
-from workers.checkpoints.coalescing import CoalescingWorker, NewLatest
+from workers.checkpoints.coalescing import CoalescingWorker, MakeWorker
 from workers.checkpoints.shm_transfer import ShmTransfers
 from workers.checkpoints.snapshot_upload import SnapshotFolder
 from workers.checkpoints.snapshots import Restore, Snapshots
@@ -19,7 +19,7 @@ from workers.checkpoints.writer import Saver
 from workers.process import telemetry
 from workers.process.fair_queue import FairQueue, ProjectWeights
 from workers.process.liveness import Heartbeat, Watchdog
-from workers.process.parts import Parts, Serving, create_heartbeat, create_watchdog, sweeper
+from workers.process.parts import Parts, Serving, create_heartbeat, create_watchdog, maintenance
 from workers.process.runtime import Runtime, exit_on_hang, exit_process
 from workers.train.committer import BackgroundSaves, Committer
 from workers.train.executor import Executor
@@ -35,13 +35,13 @@ _SETTLE_S = 5.0
 class Overrides:
     """The parts of a trainer that tests replace. The defaults are production's.
 
-    `end` ends the process. `latest` makes a background thread. A model rests for `rest_s` between two snapshots. The
-    backlog scan takes at most `scan_share` of the time.
+    `end` ends the process. `make_worker` starts a background thread. A model rests for `rest_s` between two snapshots.
+    The backlog scan takes at most `scan_share` of the time.
     """
 
     end: Callable[[str], NoReturn] = exit_process
     background_saves: Callable[[], BackgroundSaves] = BackgroundSaves
-    latest: NewLatest = CoalescingWorker
+    make_worker: MakeWorker = CoalescingWorker
     rest_s: float = 10.0
     scan_share: float = 0.01
 
@@ -73,7 +73,7 @@ class Trainer:
             queue=self.serving.queue,
             heartbeat=self.heartbeat,
             watchdog=self.watchdog,
-            sweeper=sweeper(self.parts),
+            maintenance=maintenance(self.parts),
             on_tick=self.on_tick,
             close=self.close,
             leave=self.runner.leave,
@@ -161,14 +161,14 @@ def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides:
 
 
 def _storage(parts: Parts, backend: TrainingBackend, overrides: Overrides) -> tuple[Executor, Snapshots, Restore]:
-    shm_transfers = ShmTransfers(parts.store, parts.records, parts.shm_folder, overrides.latest)
+    shm_transfers = ShmTransfers(parts.store, parts.records, parts.shm_folder, overrides.make_worker)
     shm_transfers.begin()
     cache, least_free = parts.fresh_cache_folder(), parts.settings.engine.free_disk_bytes
     scratch = Disk("the saves", cache / "saves", least_free)
     saver = Saver(backend, parts.records, parts.store, shm_transfers, parts.limits.checkpoint_ttl_s, scratch)
     executor = Executor(backend, parts.store, Disk("the fetched checkpoints", cache / "fetched", least_free), saver)
     folder = SnapshotFolder(parts.settings.data_dir / "snapshots", parts.node, least_free)
-    snapshots = Snapshots(parts.oplog, saver, folder, parts.settings.engine, overrides.rest_s, overrides.latest)
+    snapshots = Snapshots(parts.oplog, saver, folder, parts.settings.engine, overrides.rest_s, overrides.make_worker)
     return executor, snapshots, Restore(parts.oplog, executor, folder, snapshots)
 
 

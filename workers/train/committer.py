@@ -195,7 +195,7 @@ class Committer:
     def _run_alone(self, op: StartedOp) -> Future[OpResult]:
         lease, entry = op.resident.lease, op.entry
         try:
-            ran = self._executor.run(lease, entry, op.resident.grad_accumulation)
+            ran = self._executor.run(lease, entry, op.resident.accumulation)
         except OpError as error:
             return OpResult.failed(entry, error).as_future()
         if isinstance(ran, OpResult):
@@ -207,9 +207,7 @@ class Committer:
         return written
 
     def _run_together(self, group: Sequence[StartedOp]) -> list[Future[OpResult]]:
-        ran = self._executor.run_together(
-            [(op.resident.lease, op.entry, op.resident.grad_accumulation) for op in group]
-        )
+        ran = self._executor.run_together([(op.resident.lease, op.entry, op.resident.accumulation) for op in group])
         found = [(op.entry, ran[op.resident.lease.model_id]) for op in group]
         op_results = [OpResult.failed(entry, one) if isinstance(one, OpError) else one for entry, one in found]
         return [op_result.as_future() for op_result in op_results]

@@ -124,13 +124,13 @@ class Executor:
             self._apply(lease.model_id, domain_ops.decode(entry.payload))
 
     def restore(self, model_id: str, prefix: str) -> GradAccumulation:
-        """Restores a model from a durable snapshot, and returns its window. Raises NotFound, Unavailable, OpError."""
+        """Restores a model from a durable snapshot; returns its accumulation. Raises NotFound, Unavailable, OpError."""
         with self._fetched(prefix) as folder:
             return self.restore_from(model_id, folder, transfer.manifest_in(folder))
 
     def restore_from(self, model_id: str, folder: Path, manifest: Manifest) -> GradAccumulation:
-        """Restores a model from a snapshot's folder, drops the state it had here, and returns its window. Raises
-        OpError."""
+        """Restores a model from a snapshot's folder, drops the state it had here, and returns its accumulation.
+        Raises OpError."""
         op = Create(manifest.lora, folder, optimizer=True, critic=manifest.critic, gradients=True)
         self._backend_apply(model_id, op)
         if WINDOW not in manifest.files:
@@ -203,12 +203,12 @@ def _op_result(op: Op, output: Output) -> OpResult:
     return OpResult(results.of_output(output), usage={TRAINED: tokens}, point=progress.point_of(op, output))
 
 
-def doom(entry: Entry, grads: GradAccumulation) -> str:
+def doom(entry: Entry, accumulation: GradAccumulation) -> str:
     """The reason why `entry` must fail instead of running; empty when it may run."""
-    if entry.kind == OptimStep.kind and grads.missing:
+    if entry.kind == OptimStep.kind and accumulation.missing:
         return (
-            f"no step was taken, because a gradient it needs is missing ({grads.missing}); the other gradients were "
-            "dropped: run the batch again"
+            f"no step was taken, because a gradient it needs is missing ({accumulation.missing}); the other gradients "
+            "were dropped: run the batch again"
         )
     return entry.doomed
 
@@ -228,7 +228,7 @@ class GradAccumulation:
     beyond_repair: bool = False
 
     def after(self, entry: Entry, failure: str) -> GradAccumulation:
-        """The window after `entry` has run; `failure` is empty for success."""
+        """The accumulation after `entry` has run; `failure` is empty for success."""
         if entry.kind == FORWARD_BACKWARD:
             return GradAccumulation(True, failure, beyond_repair=True) if failure else self._add()
         if entry.kind == LOST_BATCH:

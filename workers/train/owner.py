@@ -41,7 +41,7 @@ class Resident:
 
     lease: Lease
     applied: int
-    grad_accumulation: GradAccumulation
+    accumulation: GradAccumulation
     used: float = field(default_factory=time.monotonic)
     served: float = 0.0
     debt_s: float = 0.0
@@ -63,7 +63,7 @@ class Resident:
     def add_pending(self, pending: PendingCommit) -> None:
         """Records that the Op after `reached` ran and changed the state."""
         self.uncommitted.append(pending)
-        self.grad_accumulation = self.grad_accumulation.after(pending.entry, pending.failure)
+        self.accumulation = self.accumulation.after(pending.entry, pending.failure)
 
     def committed(self) -> None:
         """Records that the first of the uncommitted Ops was committed."""

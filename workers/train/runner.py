@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 # Poll interval in seconds for new Ops while a save is being written.
 _POLL_S = 0.01
 
+Run = Callable[[str, str, int, str], Result | None]
+"""Runs a dispatch: request id, model id, seq and kind."""
+
 
 class TrainingRunner:
     """Handles the dispatches of a trainer.
@@ -65,7 +68,7 @@ class TrainingRunner:
     def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
         """Returns the future's result; None when the future no longer exists. Raises Requeue when it must be dispatched
         again."""
-        return self._handle(request_id, model_id, kind, may_run_others=True)
+        return self._handle(request_id, model_id, kind, self._result_with_gpu)
 
     def leave(self) -> None:
         """Announces that this worker is about to end: no dispatch waits any longer for a save, for others' turns or for
@@ -79,14 +82,13 @@ class TrainingRunner:
                 first = resident.uncommitted[0].entry
                 self._serve(model_id, first.seq, first.kind)
 
-    def _handle(self, request_id: str, model_id: str, kind: str, *, may_run_others: bool) -> Result | None:
-        """Handles one dispatch. With `may_run_others`, runs what has to run first; without it, runs at once and does
-        not wait for a save."""
+    def _handle(self, request_id: str, model_id: str, kind: str, run: Run) -> Result | None:
+        """Handles one dispatch with `run`, and every error of its model."""
         seq = ids.seq_of(request_id)
         try:
             if self._owner.resident(model_id) is None and self._retry_backoff.holds_back(model_id):
                 return self._hold_back(request_id, model_id, seq, kind)
-            return self._result_with_gpu(request_id, model_id, seq, kind, may_run_others=may_run_others)
+            return run(request_id, model_id, seq, kind)
         except (NotFound, Gone):
             self._retry_backoff.forget(model_id)
             return self._oplog.outcome(request_id)
@@ -116,43 +118,27 @@ class TrainingRunner:
         self._retry_backoff.drop(model_id, seq)
         return result
 
-    def _result_with_gpu(
-        self, request_id: str, model_id: str, seq: int, kind: str, *, may_run_others: bool
-    ) -> Result | None:
-        """Calls `_result` again after each NoTurnYet, because a save may be due by then. Raises NoTurnYet for a
-        dispatch that must not wait, and Requeue in a worker that leaves."""
+    def _result_with_gpu(self, request_id: str, model_id: str, seq: int, kind: str) -> Result | None:
+        """Calls `_result` again after each NoTurnYet, because a save may be due by then. Raises Requeue in a worker
+        that leaves."""
         while True:
             try:
-                return self._result(request_id, model_id, seq, kind, may_run_others=may_run_others)
+                return self._result(request_id, model_id, seq, kind)
             except NoTurnYet as error:
-                if not may_run_others:
-                    raise
                 if self._leaving:  # nobody else dispatches a call of a model that this worker does not hold
                     raise self._requeue(request_id, model_id, kind, str(error)) from None
 
-    def _result(self, request_id: str, model_id: str, seq: int, kind: str, *, may_run_others: bool) -> Result | None:
-        """Loops until `seq` is the applied one. In each round the model may have been restored, or may be owned
-        elsewhere."""
+    def _result(self, request_id: str, model_id: str, seq: int, kind: str) -> Result | None:
+        """Loops until `seq` is the applied one, and runs before each Op what has to run first. In each round the model
+        may have been restored, or may be owned elsewhere."""
         served: dict[str, int] = {}
         while True:
-            if may_run_others:
-                self.commit_saves(but=model_id)
-            try:
-                resident = self._own(model_id, request_id, kind)
-            except Unrestorable as lost:
-                return self._fail_through(lost, seq)
-            except Exhausted as spent:
-                self._fail(spent.lease, spent.entry, _given_up(spent.entry))
-                telemetry.GIVEN_UP.labels(spent.entry.kind).inc()
-                if seq > spent.entry.seq:
-                    continue
-                return self._oplog.outcome(request_id)
-            self._committer.commit(resident)
-            if seq <= resident.applied:
-                self._retry_backoff.advanced(model_id)
+            self.commit_saves(but=model_id)
+            resident = self._own_unless_ended(request_id, model_id, seq, kind)
+            if resident is None:
                 return self._oplog.outcome(request_id)
             waiting = self._scheduler.waiting()
-            first = self._scheduler.next_before(resident, waiting, served) if may_run_others else None
+            first = self._scheduler.next_before(resident, waiting, served)
             if first is not None:
                 if self._leaving:
                     raise Requeue(f"{request_id} waits for other calls, and this worker is about to end")
@@ -161,19 +147,51 @@ class TrainingRunner:
                     self._serve(first.model_id, first.seq, first.kind)
                 continue
             if not self._scheduler.is_blocked(resident, waiting):
-                served.clear()
-                self._check_arrived(resident, seq, kind)
-                with self._gpu_turn():  # before an Op begins, so that waiting is neither device time nor an attempt
-                    result = self._run_next(resident, seq, kind, self._scheduler.batched_with(resident, waiting))
+                result = self._take_turn(resident, seq, kind, waiting)
                 if seq == resident.applied:
-                    self._retry_backoff.advanced(model_id)
                     return result
-            elif served:
-                served.clear()
-            elif may_run_others:
+            elif not served:
                 self._await_saves(request_id)
-            if not may_run_others:
+            served.clear()
+
+    def _run_at_once(self, request_id: str, model_id: str, seq: int, kind: str) -> None:
+        """Runs the model's next Op unless `seq` has ended. Nothing runs first, and no save is waited for."""
+        resident = self._own_unless_ended(request_id, model_id, seq, kind)
+        if resident is None:
+            return
+        waiting = self._scheduler.waiting()
+        if not self._scheduler.is_blocked(resident, waiting):
+            self._take_turn(resident, seq, kind, waiting)
+
+    def _own_unless_ended(self, request_id: str, model_id: str, seq: int, kind: str) -> Resident | None:
+        """Owns the model and commits what can be committed. Returns None if `seq` has ended by then: Ops that can never
+        run fail here."""
+        while True:
+            try:
+                resident = self._own(model_id, request_id, kind)
+            except Unrestorable as lost:
+                self._fail_through(lost, seq)
                 return None
+            except Exhausted as spent:
+                self._fail(spent.lease, spent.entry, _given_up(spent.entry))
+                telemetry.GIVEN_UP.labels(spent.entry.kind).inc()
+                if seq <= spent.entry.seq:
+                    return None
+            else:
+                self._committer.commit(resident)
+                if seq > resident.applied:
+                    return resident
+                self._retry_backoff.advanced(model_id)
+                return None
+
+    def _take_turn(self, resident: Resident, seq: int, kind: str, waiting: Sequence[NextOp]) -> Result | None:
+        """Runs the model's next Op, and returns its result as `_run_next` does."""
+        self._check_arrived(resident, seq, kind)
+        with self._gpu_turn():  # before an Op begins, so that waiting is neither device time nor an attempt
+            result = self._run_next(resident, seq, kind, self._scheduler.batched_with(resident, waiting))
+        if seq == resident.applied:
+            self._retry_backoff.advanced(resident.lease.model_id)
+        return result
 
     def _check_arrived(self, resident: Resident, seq: int, kind: str) -> None:
         """Raises Requeue when the wait for a turn would be for nothing, because the model's next Op is missing."""
@@ -202,7 +220,7 @@ class TrainingRunner:
     def _serve(self, model_id: str, seq: int, kind: str) -> None:
         """Gives another model its turn. Errors there are handled as if its own dispatch had arrived."""
         with contextlib.suppress(Requeue):
-            self._handle(ids.request_id(model_id, seq), model_id, kind, may_run_others=False)
+            self._handle(ids.request_id(model_id, seq), model_id, kind, self._run_at_once)
 
     def _run_next(self, resident: Resident, seq: int, kind: str, batched_with: Sequence[NextOp]) -> Result | None:
         """Returns the result of the model's next Op, which may share its pass with `batched_with`; None while its
@@ -241,7 +259,7 @@ class TrainingRunner:
         resident.served = time.monotonic()
         return StartedOp(resident, entry) if entry is not None else None
 
-    def _fail_through(self, lost: Unrestorable, seq: int) -> Result | None:
+    def _fail_through(self, lost: Unrestorable, seq: int) -> None:
         """Fails waiting Ops that can never run. Each fails with the reason: at once where an attempt would end this
         worker, else after as many attempts as any Op has."""
         for at in range(lost.lease.applied + 1, seq + 1):
@@ -252,7 +270,6 @@ class TrainingRunner:
                 self._oplog.strike(lost.lease, at)
                 raise Requeue(str(lost))
             self._fail(lost.lease, entry, str(lost))
-        return self._oplog.outcome(ids.request_id(lost.lease.model_id, seq))
 
     def _fail(self, lease: Lease, entry: Entry, why: str) -> None:
         """Commits the failure of an Op that is not run here."""

@@ -35,11 +35,11 @@ _RECENT_S = 1.0
 # need some 150 ms to send their calls; with SmolLM2-135M on two cores a pass over 8 x 64 tokens takes 1.2 s.
 _WORTH_WAITING = 0.2
 _PASSES = (FORWARD, FORWARD_BACKWARD)
-_SHARED = (*_PASSES, OptimStep.kind)
+# Only these kinds run together with those of other models, and only they run ahead of a save. A load and another save
+# wait, as do seqs that the journal consumed.
+_COMPUTING = (*_PASSES, OptimStep.kind)
 _POLL_S = 0.001
 
-# Only these kinds run ahead. A load and another save wait, as do seqs that the journal consumed.
-_AHEAD_KINDS = (FORWARD, FORWARD_BACKWARD, OptimStep.kind)
 # Results of Ops that ran ahead stay in memory until they are committed, and the Ops run again if the save fails.
 _MOST_AHEAD = 16
 
@@ -154,7 +154,7 @@ class Scheduler:
         return head is not None and head.kind in _PASSES and self._is_shared(head)
 
     def _is_shared(self, head: NextOp) -> bool:
-        return bool(self._most_bytes and head.fresh and head.kind in _SHARED)
+        return bool(self._most_bytes and head.fresh and head.kind in _COMPUTING)
 
     def _await_batch(self, waiting: Sequence[NextOp]) -> Sequence[NextOp]:
         worth_it = max(self._wait_s, _WORTH_WAITING * self._pass_s) if self._wait_s else 0.0
@@ -210,7 +210,7 @@ class RunAhead:
             return False
         return not resident.uncommitted or (
             head.fresh
-            and head.kind in _AHEAD_KINDS
+            and head.kind in _COMPUTING
             and len(resident.uncommitted) <= _MOST_AHEAD
             and not resident.uncommitted[-1].failure
             and not self.retry_backoff.was_put_off(head.model_id)

@@ -19,8 +19,8 @@ from app.domain.checkpoints import MANIFEST, CheckpointPrefix, FileEntry, Manife
 from app.domain.ops import LoraSpec
 from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest
-from app.services.admission import QuotaService
 from app.services.tenants import audit
+from app.services.tenants.limits import QuotaService
 from app.stores.objects.base import ObjectStore, file_entry
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle

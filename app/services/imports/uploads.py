@@ -22,11 +22,11 @@ from app.domain.adapters import CONFIG_FILE, FILES, TENSORS_FILE
 from app.domain.ops import LoraSpec
 from app.domain.records import Upload, uploaded
 from app.errors import BadRequest, LimitReached, NotFound, TooLarge, Unavailable
-from app.services.admission import RESERVED_S, QuotaService
 from app.services.base_models import BaseModels, trainer_role
 from app.services.imports import peft_files
 from app.services.imports.importer import Importer, path_of
 from app.services.tenants.access import check_role, load_owned
+from app.services.tenants.limits import RESERVED_S, QuotaService
 from app.services.validation import GROUPS, check_lora
 from app.services.views import check_writable, timestamp
 from app.settings import LimitSettings

@@ -15,9 +15,9 @@ from app.domain.captures import Capture, CapturedSequence
 from app.domain.records import Sampler
 from app.domain.sampling import SampledSequence, SampleRequest
 from app.errors import BadRequest, NotFound, Unavailable
-from app.services.admission import LimitsOf
 from app.services.tenants import audit
 from app.services.tenants.access import check_role
+from app.services.tenants.limits import LimitsFinder
 from app.stores.objects.captures import CaptureFiles
 from app.stores.redis.records import RedisRecords
 
@@ -31,7 +31,7 @@ _NAME = re.compile("[0-9a-f-]*")
 class CaptureService:
     """The captures of all projects."""
 
-    def __init__(self, files: CaptureFiles, limits: LimitsOf, records: RedisRecords) -> None:
+    def __init__(self, files: CaptureFiles, limits: LimitsFinder, records: RedisRecords) -> None:
         self._files, self._limits, self._records = files, limits, records
 
     def keep(

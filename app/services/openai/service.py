@@ -17,7 +17,7 @@ from app.domain.accounts import Caller
 from app.domain.records import Sampler, Session
 from app.domain.sampling import SampleRequest
 from app.errors import BadRequest, NotFound
-from app.services.admission import AdmissionService, QuotaService
+from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, sampler_role
 from app.services.openai.answer_text import ParseOptions
 from app.services.openai.answers import AnswerHead, ChatForm, CompletionForm, Form, Usage
@@ -31,6 +31,7 @@ from app.services.openai.tokenizer import Tokenizers
 from app.services.polling import LongPollLimiter
 from app.services.sampling import SamplingService, check_size
 from app.services.tenants.access import check_role, list_checkpoints
+from app.services.tenants.limits import QuotaService
 from app.settings import LimitSettings
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump

@@ -16,11 +16,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from app import ids
-from app.domain.accounts import Caller, Key, Organisation, Role, User
+from app.domain.accounts import KEY_PREFIX, Caller, Key, Organisation, Role, User
 from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, Upload
 from app.errors import BadRequest, Forbidden, InvalidToken, NotFound, Unauthorized
 from app.ids import TinkerPath
-from app.services.tenants.accounts import KEY_PREFIX, AccountService, hash_secret
+from app.services.tenants.accounts import AccountService, hash_secret
 from app.services.views import is_wanted, user_urn
 from app.settings import hash_key
 from app.stores.redis.records import RedisRecords, load
@@ -28,7 +28,7 @@ from app.stores.redis.types import Record
 
 Owned = TypeVar("Owned", Session, Model, Sampler, Checkpoint, Upload, Loss)
 
-Found = tuple[str, Checkpoint]
+ListedCheckpoint = tuple[str, Checkpoint]
 """A checkpoint's path and the checkpoint."""
 
 _LONGEST_ID = 512
@@ -76,6 +76,13 @@ def missing(cls: type[Owned], key: str) -> NotFound:
     return NotFound(f"{cls.__name__.lower()} {key[:200]!r} does not exist")
 
 
+def sampler_exists(sampling_session_seq_id: int) -> BadRequest:
+    """The error of a call whose sampling session exists already, and is another one than the call's."""
+    return BadRequest(
+        f"sampling_session_seq_id {sampling_session_seq_id} was already used for another sampler; use a new one"
+    )
+
+
 def load_checkpoint(store: RedisRecords, path: TinkerPath, caller: Caller) -> Checkpoint:
     """A checkpoint to read or to start from: one of the caller's, or a public one. Raises NotFound as `load_readable`
     does."""
@@ -88,27 +95,27 @@ def find_public(store: RedisRecords, path: TinkerPath) -> Checkpoint | None:
     return None if found is None or not found.public or _is_expired(found, store) else found
 
 
-def list_run_checkpoints(store: RedisRecords, model_ids: Sequence[str], caller: Caller) -> list[list[Found]]:
+def list_run_checkpoints(store: RedisRecords, model_ids: Sequence[str], caller: Caller) -> list[list[ListedCheckpoint]]:
     """For each run its checkpoints that the caller may read; of another project's run these are the public ones. Newest
     first and without the expired ones, as in `list_checkpoints`."""
     prefixes = [ids.checkpoint_path_prefix(model_id) for model_id in model_ids]
     return [_newest_first(store, found.items()) for found in store.readable_checkpoints(prefixes, caller.roles.keys())]
 
 
-def list_checkpoints(store: RedisRecords, projects: Set[str]) -> list[Found]:
+def list_checkpoints(store: RedisRecords, projects: Set[str]) -> list[ListedCheckpoint]:
     """The checkpoints of all runs in the projects, newest first and without the expired ones. An index names them: no
     other checkpoint is read."""
     return _newest_first(store, store.list_checkpoints(projects).items())
 
 
 def first_wanted(
-    store: RedisRecords, caller: Caller, owner: Mapping[str, Any], listed: Sequence[Found], most: int
-) -> list[Found]:
+    store: RedisRecords, caller: Caller, owner: Mapping[str, Any], listed: Sequence[ListedCheckpoint], most: int
+) -> list[ListedCheckpoint]:
     """The first `most` of these checkpoints that the `owner` of a search includes. Only their sessions and some of the
     next are read, each once."""
     if owner["type"] == "accessible":
         return list(listed[:most])
-    found: list[Found] = []
+    found: list[ListedCheckpoint] = []
     users: dict[str, str] = {}
     for start in range(0, len(listed), _SLICE):
         slice_ = listed[start : start + _SLICE]
@@ -128,7 +135,7 @@ def users_of(store: RedisRecords, sessions: Set[str]) -> dict[str, str]:
     return {id_: json.loads(fields.get("user", '""')) for id_, fields in found}
 
 
-def _newest_first(store: RedisRecords, stored: Iterable[tuple[str, Record]]) -> list[Found]:
+def _newest_first(store: RedisRecords, stored: Iterable[tuple[str, Record]]) -> list[ListedCheckpoint]:
     found = [(path, load(Checkpoint, fields)) for path, fields in stored]
     if any(one.expires_at is not None for _, one in found):
         now = store.now()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from app.domain.accounts import Account, Caller, Key, Organisation, Project, Role, Scope, User
+from app.domain.accounts import KEY_PREFIX, Account, Caller, Key, Organisation, Project, Role, Scope, User
 from app.domain.limits import Changes, Limits
 from app.errors import BadRequest, Unavailable
 from app.services.tenants import audit
@@ -26,7 +26,6 @@ from app.stores.objects.accounts import AccountFiles
 from app.stores.redis.records import RedisRecords, dump, load
 
 log = logging.getLogger(__name__)
-KEY_PREFIX = "tml-"
 _SECRET_BYTES = 32
 _ID_BYTES = 6
 # Each lost race means that another change succeeded.

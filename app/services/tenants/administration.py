@@ -97,9 +97,7 @@ class Administration:
         """Changes the role of a member; None removes the member from the project. Raises NotFound for a user that is no
         member."""
         self._administered(caller, project)
-        found = self._records.find(User, user)
-        if found is None or found.removed or project not in found.roles:
-            raise NotFound(f"user {user[:200]!r} is not in project {project}")
+        self._check_member(project, user)
         self._accounts.set_role(user, project, role, by=caller)
 
     def add_key(
@@ -110,9 +108,8 @@ class Administration:
         caller's key is revoked, and when the caller leaves the project. Raises NotFound for a user that is no member,
         and BadRequest for a wrong name."""
         self._administered(caller, project)
-        holder, wanted = self._records.find(User, user), frozenset(scopes)
-        if holder is None or holder.removed or project not in holder.roles:
-            raise NotFound(f"user {user[:200]!r} is not in project {project}")
+        self._check_member(project, user)
+        wanted = frozenset(scopes)
         if beyond := sorted(wanted - caller.scopes):
             raise Forbidden(f"your key does not have the scope {beyond[0]}, so it makes no key that has it")
         own = self._records.find(Key, caller.key_id)
@@ -159,6 +156,11 @@ class Administration:
         if found is None:
             raise no_project(project)
         return found
+
+    def _check_member(self, project: str, user: str) -> None:
+        found = self._records.find(User, user)
+        if found is None or found.removed or project not in found.roles:
+            raise NotFound(f"user {user[:200]!r} is not in project {project}")
 
     def _is_own(self, key: Key, caller: Caller) -> bool:
         """True for a key of the caller's user, if the caller's own key works in all projects of this user."""

@@ -14,7 +14,7 @@ from app.domain.accounts import Caller, User
 from app.domain.prices import GB, MONTH_H, PricesOf, total
 from app.domain.results import CACHED, DEVICE, HOUR_S, PREFILLED, SAMPLED, SAVED, STORED, TRAINED
 from app.errors import BadRequest
-from app.services.tenants.access import Found, check_role, list_checkpoints, users_of
+from app.services.tenants.access import ListedCheckpoint, check_role, list_checkpoints, users_of
 from app.services.tenants.audit import admin_projects
 from app.services.views import check_seen, texts, timestamp, user_urn
 from app.stores.pages import Fields, Page
@@ -62,7 +62,7 @@ class UsageService:
         rates = {self.prices_of(checkpoint.base_model).rate(STORED) for _, checkpoint in checkpoints}
         return {"data": self._by_user(checkpoints), **_rates(STORED, rates.pop() if len(rates) == 1 else None)}
 
-    def _checkpoints(self, caller: Caller, project: str | None) -> list[Found]:
+    def _checkpoints(self, caller: Caller, project: str | None) -> list[ListedCheckpoint]:
         if project is None:
             projects = admin_projects(caller)
         else:
@@ -70,7 +70,7 @@ class UsageService:
             projects = [project]
         return list_checkpoints(self.records, set(projects))
 
-    def _by_user(self, checkpoints: list[Found]) -> list[dict[str, Any]]:
+    def _by_user(self, checkpoints: list[ListedCheckpoint]) -> list[dict[str, Any]]:
         counts: Counter[tuple[str, str]] = Counter()
         sizes: Counter[tuple[str, str]] = Counter()
         costs: defaultdict[tuple[str, str], list[float | None]] = defaultdict(list)

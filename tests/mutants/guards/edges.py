@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant(
         "snapshots: a trainer of an earlier version cannot read gradients",
         "workers/checkpoints/snapshots.py",
-        "return resident.grad_accumulation == GradAccumulation() or self._all_read_gradients()",
+        "return resident.accumulation == GradAccumulation() or self._all_read_gradients()",
         "return True",
         f"{_SNAPSHOTS}::test_beside_a_trainer_of_an_earlier_version_no_snapshot_holds_gradients",
     ),
@@ -265,7 +265,7 @@ MUTANTS = (
     Mutant(
         "snapshots: they hold the window",
         "workers/checkpoints/snapshots.py",
-        "return write if window == GradAccumulation() else Writer(write_both, write.size)",
+        "return write if accumulation == GradAccumulation() else Writer(write_both, write.size)",
         "return write",
         f"{_SNAPSHOTS}::test_the_next_owner_knows_which_gradient_is_missing",
     ),

@@ -147,7 +147,7 @@ MUTANTS = (
     Mutant(
         "window: no step without all its gradients",
         "workers/train/executor.py",
-        "if entry.kind == OptimStep.kind and grads.missing:",
+        "if entry.kind == OptimStep.kind and accumulation.missing:",
         "if False:",
         f"{_RECOVERY}::test_no_step_runs_behind_a_batch_that_failed_even_when_another_came",
     ),

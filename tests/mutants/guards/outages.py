@@ -84,7 +84,7 @@ MUTANTS = (
     # Records that cannot be read.
     Mutant(
         "accounting: a checkpoint that cannot be read",
-        _LEADER,
+        "workers/maintenance/accounting.py",
         "except (TypeError, ValueError):",
         "except ZeroDivisionError:",
         "tests/unit/workers/maintenance/test_accounting.py"

@@ -227,7 +227,7 @@ def test_calls_that_wait_for_a_connection_give_up_while_those_that_have_one_hang
 
 
 def test_a_dispatch_goes_out_although_its_connection_fell_silent(url: str, broker: redis.Redis, tmp_path: Path):
-    """Otherwise it waits for the sweeper."""
+    """Otherwise it waits for the redispatch task."""
     with Proxy(url) as proxy:
         ticks = TickSender(at(proxy.url, tmp_path), QUEUE)
         assert ticks.send()

@@ -157,7 +157,9 @@ class World:
         parts = assembly.parts(self.client, settings, name, self.oplog, store, send)
         base = self.base.model_copy(update={"trainer": trainer})
         serving = Serving(base, backend, assembly.INFO, f"train.{BASE}", turns=turns)
-        overrides = Overrides(_end, latest=partial(CoalescingWorker, retry_s=0.1), rest_s=HOUR_S, scan_share=math.inf)
+        overrides = Overrides(
+            _end, make_worker=partial(CoalescingWorker, retry_s=0.1), rest_s=HOUR_S, scan_share=math.inf
+        )
         self.trainers.append(assemble_trainer(parts, serving, overrides))
         return Worker(**vars(self.trainers[-1]), dispatched=dispatched)
 

@@ -16,7 +16,7 @@ from tests.pages import age
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api, batch
 from tests.unit.app.tenant import Tenant
-from workers.maintenance.leader import Accounting
+from workers.maintenance.accounting import Accounting
 
 HOUR = timedelta(hours=1)
 

@@ -18,10 +18,10 @@ from app.domain import records
 from app.domain.adapters import CONFIG_FILE, TENSORS_FILE
 from app.domain.records import Checkpoint, Upload
 from app.errors import Unavailable
-from app.services.admission import QuotaService
 from app.services.imports.importer import path_of
 from app.services.recovery import Rebuild
 from app.services.tenants.accounts import AccountService
+from app.services.tenants.limits import QuotaService
 from app.stores.disk import Disk
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle

@@ -16,7 +16,7 @@ from app.stores.pages import Fields, Page, PageFiles
 from app.stores.redis.pages import RedisPages, UsageLedger
 from app.stores.redis.records import RedisRecords, dump
 from tests.pages import age, in_mid_hour, listed, used
-from workers.maintenance.leader import Accounting
+from workers.maintenance.accounting import Accounting
 
 SAVED = Checkpoint("me", "session:train:0", "weights", "base", "x", 0.0, 1000, {}, [])
 

@@ -17,8 +17,8 @@ from app.domain.ops import CreateModel, LoadWeights, LoraSpec, ModelSpec, Op
 from app.domain.records import UPLOADS, Checkpoint, Model, Sampler, Session, Upload, uploaded
 from app.domain.results import Result
 from app.errors import Unavailable
-from app.services.admission import LimitsOf, QuotaService
 from app.services.imports.importer import Importer
+from app.services.tenants.limits import LimitsFinder, QuotaService
 from app.services.tenants.spending import Spending
 from app.settings import EngineSettings, Settings, StoreSettings
 from app.stores.objects.base import ObjectStore
@@ -389,7 +389,7 @@ def test_files_of_an_import_that_broke_off_go(installation: Installation, tmp_pa
     lifecycle, quotas = RedisLifecycle(client, PATIENT), RedisQuotas(client, PATIENT)
     spending = Spending(RedisPages(client, PATIENT), Settings().prices_of)
     importer = Importer(
-        records, installation.oplog, lifecycle, store, QuotaService(LimitsOf(records, Limits()), quotas, spending)
+        records, installation.oplog, lifecycle, store, QuotaService(LimitsFinder(records, Limits()), quotas, spending)
     )
     file = tmp_path / "adapter_config.json"
     file.write_bytes(b"{}")

@@ -25,7 +25,7 @@ from app.stores.redis.types import Lease
 from tests.assembly import parts
 from tests.servers import free_port
 from workers.maintenance.redispatch import Redispatcher
-from workers.process.parts import sweeper
+from workers.process.parts import maintenance
 
 MODEL = "session:train:0"
 PATIENT = EngineSettings(lease_s=3600, ring_again_s=60, gap_s=300)
@@ -231,7 +231,7 @@ def test_a_request_its_sampler_does_not_begin_on_is_dispatched_all_within_second
     assert swept(oplog, client, PATIENT) == []
 
 
-def test_what_is_throttled_is_not_dispatched_until_there_is_room_and_then_once_by_the_sweeper(oplog, client):
+def test_what_is_throttled_is_not_dispatched_until_there_is_room_and_then_once_by_redispatch(oplog, client):
     """The worker that finished a request of the project died before it could dispatch the next one."""
     sampler = "s:sample:0"
     for seq in range(3):
@@ -326,14 +326,14 @@ def test_a_message_that_was_lost_beside_a_full_queue_is_sent_again_once_that_is_
 
 
 def test_a_full_queue_delays_no_message_of_another_queue(oplog, client, celery, dispatcher, tmp_path, monkeypatch):
-    """The worker's own sweeper reads the queues of its broker."""
+    """The worker's own redispatch task reads the queues of its broker."""
     monkeypatch.setattr("workers.maintenance.redispatch._LONGEST_QUEUE", 10)
     admit(oplog, dispatcher, MODEL, 12)
     oplog.admit_sample("s:sample:0:4", "s:sample:0", "me", "sample.base", b"", "d")
     await_waiting(oplog)
     store = FolderStore(tmp_path, "secret", "http://localhost")
     made = parts(client, Settings(engine=HASTY), "node/boot", oplog, store, dispatcher.send)
-    sweeper(replace(made, celery=celery))._round("ringing")
+    maintenance(replace(made, celery=celery))._round("ringing")
     assert (client.llen(QUEUE), client.llen("sample.base")) == (12, 1)
 
 

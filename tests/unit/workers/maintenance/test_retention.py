@@ -18,7 +18,7 @@ from app.domain.checkpoints import OWNER, PROJECT, CheckpointPrefix
 from app.domain.limits import Limits, Payer
 from app.domain.ops import LoadWeights, encode
 from app.domain.records import Checkpoint, Model
-from app.services.admission import LimitsOf
+from app.services.tenants.limits import LimitsFinder
 from app.settings import EngineSettings, Settings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis.journal import RedisOpLog
@@ -29,7 +29,7 @@ from tests.assembly import parts
 from workers.maintenance import retention
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.retention import Retention
-from workers.process.parts import sweeper
+from workers.process.parts import maintenance
 
 RUN, OTHER_RUN = "session:train:0", "session:train:1"
 HASTY = EngineSettings(orphan_s=0.001)
@@ -62,7 +62,7 @@ class Installation:
         self.records.update(Checkpoint.namespace, path, fields)
 
     def round(self, records: RedisRecords | None = None) -> None:
-        Retention(records or self.records, LimitsOf(self.records, self.limits)).sweep()
+        Retention(records or self.records, LimitsFinder(self.records, self.limits)).sweep()
 
     def kept(self) -> set[str]:
         return {path.removeprefix("tinker://session:train:") for path, _ in self.records.list(Checkpoint.namespace)}
@@ -182,7 +182,7 @@ def test_workers_run_the_task(installation: Installation):
         installation.save(f"w{seq}", seq)
     settings = Settings(limits={"project": {"keep_checkpoints": 1}})
     made = parts(installation.client, settings, "node/boot", installation.oplog, installation.store)
-    sweeper(made)._round("retention")
+    maintenance(made)._round("retention")
     assert installation.kept() == {"0/weights/w3"}
 
 
@@ -215,7 +215,7 @@ def test_while_no_project_has_a_number_no_checkpoint_is_read(client: redis.Redis
 
 def test_a_round_that_fails_is_repeated_no_sooner_than_another(installation: Installation):
     records = Listed(installation.client, away=True)
-    task = Retention(records, LimitsOf(installation.records, installation.limits))
+    task = Retention(records, LimitsFinder(installation.records, installation.limits))
     with pytest.raises(redis.ConnectionError):
         task.sweep()
     task.sweep()

@@ -15,7 +15,7 @@ from app.settings import EngineSettings
 from app.stores.redis import durability, keys
 from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Entry
-from workers.maintenance.leader import Sweeper
+from workers.maintenance.leader import MaintenanceRunner
 from workers.process import liveness, telemetry
 from workers.process.liveness import Heartbeat, Watchdog
 from workers.process.runtime import Runtime
@@ -115,8 +115,8 @@ def test_what_a_worker_takes_back_at_its_start_it_takes_back_once_while_a_replic
 def test_an_orderly_stop_closes_the_worker_while_a_replica_is_away(client, unreplicated):
     absent: Any = None
     closed: list[bool] = []
-    watchdog, sweeper = Watchdog(absent, lambda: True, 60.0, absent), Sweeper(absent, {}, "s/1")
-    Runtime(absent, absent, "", unreplicated, watchdog, sweeper, absent, lambda: closed.append(True)).stop()
+    watchdog, maintenance = Watchdog(absent, lambda: True, 60.0, absent), MaintenanceRunner(absent, {}, "s/1")
+    Runtime(absent, absent, "", unreplicated, watchdog, maintenance, absent, lambda: closed.append(True)).stop()
     assert closed
     assert record(client) is None
 

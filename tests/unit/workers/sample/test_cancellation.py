@@ -388,6 +388,6 @@ def _send(runner: SampleRunner, request: str) -> Result | Requeue | None:
 
 
 def _dispatch_what_waits(samplers: Samplers, runner: SampleRunner) -> None:
-    """Dispatches waiting requests like the sweeper."""
+    """Dispatches waiting requests like the redispatch task."""
     for waiting in samplers.oplog.pending():
         _send(runner, waiting.id)

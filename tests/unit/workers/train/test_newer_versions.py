@@ -161,7 +161,7 @@ def test_an_old_worker_retries_until_another_has_run_it(world: World, old: Worke
     assert not old.retry_backoff.is_backing_off(MODEL)
 
 
-def test_the_sweeper_dispatches_it_to_the_queue_that_every_worker_reads(world: World, old: Worker):
+def test_redispatch_sends_it_to_the_queue_that_every_worker_reads(world: World, old: Worker):
     request = journal(world, 2, newer_version.encode(STEP))
     with pytest.raises(Requeue):
         old.handle(2, OptimStep.kind)

@@ -11,9 +11,9 @@ import redis
 from app.domain.accounts import ACCOUNTS, SCOPES, Caller, Key, Organisation, Project, User
 from app.domain.limits import Limits
 from app.errors import BadRequest, NotFound, SetupError, Unauthorized, Unavailable
-from app.services.admission import LimitsOf
 from app.services.tenants.access import Authenticator
 from app.services.tenants.accounts import AccountService
+from app.services.tenants.limits import LimitsFinder
 from app.stores.objects.accounts import AccountFiles
 from app.stores.redis.records import RedisRecords
 
@@ -259,7 +259,7 @@ def test_limits_of_projects_and_keys_are_part_of_them_and_come_back_with_them(ac
     accounts.set_limits(key.id, {"requests_per_s": 0.5})
     client.flushall()
     accounts.rebuild()
-    limits = LimitsOf(RedisRecords(client), Limits(live_models=7, storage_bytes=10, weight=3.0))
+    limits = LimitsFinder(RedisRecords(client), Limits(live_models=7, storage_bytes=10, weight=3.0))
     assert limits.project(project.id) == Limits(tokens_per_s=50.0, storage_bytes=10, weight=3.0)
     assert limits.project("one-of-the-settings") == Limits(live_models=7, storage_bytes=10, weight=3.0)
     assert limits.key(key.id) == Limits(requests_per_s=0.5)
@@ -273,7 +273,7 @@ def test_an_account_that_was_stored_before_there_were_limits_is_read(accounts, o
     objects.delete([stored])
     objects.put_new(stored, json.dumps(fields).encode())
     client.hdel(f"tinsmith:projects:{project.id}", "limits")
-    assert LimitsOf(RedisRecords(client), Limits()).project(project.id) == Limits()
+    assert LimitsFinder(RedisRecords(client), Limits()).project(project.id) == Limits()
     assert accounts.set_limits(project.id, {"live_models": 3}).version == 2
 
 

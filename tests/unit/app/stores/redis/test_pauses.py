@@ -63,7 +63,7 @@ def test_samples_of_a_silent_session_count_nowhere_and_nobody_begins_them(sample
     with pytest.raises(Fenced):
         samples.claim_sample("dead:sample:0:0", "a/1")
     assert released(samples) == []
-    assert all(row.throttled for row in samples.pending()), "the sweeper dispatches none of them"
+    assert all(row.throttled for row in samples.pending()), "the redispatch task dispatches none of them"
 
 
 def test_the_samples_of_others_are_not_paused(samples, lifecycle, client):

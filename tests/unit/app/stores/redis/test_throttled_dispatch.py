@@ -178,7 +178,7 @@ def test_what_was_put_off_keeps_nothing_else_from_being_dispatched_and_counts_ag
     assert samples.claim_sample(first, "a/1") is not None
     samples.put_off_sample(first, "a/1")
     assert released(samples) == [held]
-    assert first in [row.id for row in samples.pending() if not row.throttled], "the sweeper dispatches it again"
+    assert first in [row.id for row in samples.pending() if not row.throttled], "it is dispatched again"
     assert samples.claim_sample(first, "a/1") is not None
     assert client.hget(keys.PREFIX + "rung_rows", QUEUE) == str(MOST + 1).encode()
     for seq in range(MOST + 1):

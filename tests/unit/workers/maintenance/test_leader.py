@@ -12,7 +12,7 @@ from app.errors import Unavailable
 from app.settings import EngineSettings
 from app.stores.redis.journal import RedisOpLog
 from workers.maintenance import leader
-from workers.maintenance.leader import Sweeper
+from workers.maintenance.leader import MaintenanceRunner
 
 
 class Count:
@@ -33,7 +33,7 @@ def oplog(client: redis.Redis) -> RedisOpLog:
 def test_only_the_leader_runs_a_task(oplog):
     tasks = Count(), Count()
     for worker, task in zip(("w/1", "w/2"), tasks, strict=True):
-        Sweeper(oplog, {"task": task}, worker).sweep()
+        MaintenanceRunner(oplog, {"task": task}, worker).sweep()
     assert [task.rounds for task in tasks] == [1, 0]
 
 
@@ -42,7 +42,7 @@ def test_only_the_leader_runs_a_task(oplog):
 )
 def test_a_task_that_fails_keeps_no_other_from_running_and_is_tried_again(oplog, error):
     failing, other = Count(error), Count()
-    made = Sweeper(oplog, {"failing": failing, "other": other}, "w/1")
+    made = MaintenanceRunner(oplog, {"failing": failing, "other": other}, "w/1")
     made.sweep()
     made.sweep()
     assert (failing.rounds, other.rounds) == (2, 2)
@@ -56,7 +56,7 @@ def test_a_task_that_hangs_keeps_no_other_from_running(oplog, monkeypatch):
         def sweep(self) -> None:
             free.wait()
 
-    made = Sweeper(oplog, {"hanging": Hanging(), "other": other}, "w/1")
+    made = MaintenanceRunner(oplog, {"hanging": Hanging(), "other": other}, "w/1")
     made.start()
     try:
         deadline = time.monotonic() + 60
