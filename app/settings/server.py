@@ -61,8 +61,8 @@ class ApiSettings(Section):
     tokenizers: Literal["auto", "served", "local"] = Field(
         "auto",
         description="served: clients load tokenizers from this server, by the Hub's routes and HF_ENDPOINT, under the "
-        "model's name; local: clients get the folder and load from it; auto: as local while only this machine can "
-        "reach the API, else as served",
+        "model's name; local: these routes are not served, and get_info gives clients the folder to load from; auto: "
+        "as served, but get_info gives the folder while only this machine can reach the API",
     )
 
 

@@ -74,8 +74,8 @@ class TrainerSettings(Section):
     )
     activation_checkpointing: bool | Literal["auto"] = Field(
         "auto",
-        description="run layers again in the backward pass: less memory, a third more time; auto: as many layers as "
-        "needed",
+        description="run layers again in the backward pass: less memory; by the number of operations, half more time "
+        "for LoRA and a third more for full fine-tuning; auto: as many layers as needed",
     )
     fused_kernels: bool = Field(
         True, description="on a GPU, compute norms, rotary embeddings and gates with liger-kernel, if it is installed"
