@@ -35,7 +35,7 @@ CONFIRMED = frozenset(
         *("put_reserved", "refuse", "update"),
         # Objects are deleted next, or written for good.
         *("close_pages", "delete", "delete_older", "delete_same"),
-        *("forget", "give_up_adapters", "set_snapshot", "spill_garbage"),
+        *("end_unused_samplers", "forget", "give_up_adapters", "set_snapshot", "spill_garbage"),
     }
 )
 """The scripts that the world outside relies on. A commit is not among them: a poll confirms its result."""

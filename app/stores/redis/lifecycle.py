@@ -26,6 +26,8 @@ _ABORTED_AT_ONCE = 100
 # The SDK sends a heartbeat every 10 s. A client without heartbeats polls again after at most `api.poll_hold_s`.
 PAUSE_S = 60.0
 _PAUSE_MS = int(PAUSE_S * 1000)
+# All other clients wait meanwhile.
+_ENDED_AT_ONCE = 200
 # One script pauses or resumes this many requests in 4 to 9 ms, of 20,000 that a client has waiting.
 _PAUSED_AT_ONCE = 200
 
@@ -124,6 +126,17 @@ class RedisLifecycle:
         prefix, found = ids.sampler_prefix(ids.session_of(model_id)), list[str]()
         first, last = f"[{prefix}", b"(" + prefix.encode() + b"\xff"
         while first:
+    def use_sampler(self, sampler_id: str) -> bool:
+        """Notes that a sampler is about to be used, so that `end_unused_samplers` leaves it for at least half of
+        `engine.ephemeral_s`. Returns False when there is none yet."""
+        return bool(self._run("use_sampler", sampler_id, self._ephemeral_ms))
+
+    def end_unused_samplers(self, sampler_ids: Sequence[str]) -> int:
+        """Ends those of these samplers that have no unfinished request, and were made and last used
+        `engine.ephemeral_s` ago or earlier. Returns their number."""
+        slices = (sampler_ids[i : i + _ENDED_AT_ONCE] for i in range(0, len(sampler_ids), _ENDED_AT_ONCE))
+        return sum(self._run("end_unused_samplers", self._ephemeral_ms, self._unread_s, *slice_) for slice_ in slices)
+
             rows = [row.decode() for row in self._run("adapters", model_id, first, last, _SLICE)]
             first = f"({rows.pop()}" if len(rows) % 2 else ""
             found += rows
