@@ -79,6 +79,11 @@ class RedisLifecycle:
         """Ends the sessions without a sign of life. Returns their ids."""
         return [id_.decode() for id_ in self._run("expire", self._silence_ms, _EXPIRED_AT_ONCE)]
 
+    def heard(self, session_ids: Sequence[str]) -> set[str]:
+        """Those of these sessions that have not ended. One that its client finished and used again keeps its status."""
+        scores = self._redis.zmscore(keys.SESSIONS_HEARD, list(session_ids)) if session_ids else []
+        return {id_ for id_, score in zip(session_ids, cast(list[Any], scores), strict=True) if score is not None}
+
     def retired(self) -> list[str]:
         """Sessions that ended `engine.retain_s` ago or earlier."""
         past = self._now_ms() - self._retain_ms
@@ -121,11 +126,6 @@ class RedisLifecycle:
         session is not retired any more."""
         return bool(self._run("end_sampler", sampler_id, self._retain_ms if retired else "", self._unread_s))
 
-    def adapters(self, model_id: str) -> dict[str, str]:
-        """The adapters of the run's saves without a path: their prefixes by sampling session."""
-        prefix, found = ids.sampler_prefix(ids.session_of(model_id)), list[str]()
-        first, last = f"[{prefix}", b"(" + prefix.encode() + b"\xff"
-        while first:
     def use_sampler(self, sampler_id: str) -> bool:
         """Notes that a sampler is about to be used, so that `end_unused_samplers` leaves it for at least half of
         `engine.ephemeral_s`. Returns False when there is none yet."""
@@ -137,6 +137,11 @@ class RedisLifecycle:
         slices = (sampler_ids[i : i + _ENDED_AT_ONCE] for i in range(0, len(sampler_ids), _ENDED_AT_ONCE))
         return sum(self._run("end_unused_samplers", self._ephemeral_ms, self._unread_s, *slice_) for slice_ in slices)
 
+    def adapters(self, model_id: str) -> dict[str, str]:
+        """The adapters of the run's saves without a path: their prefixes by sampling session."""
+        prefix, found = ids.sampler_prefix(ids.session_of(model_id)), list[str]()
+        first, last = f"[{prefix}", b"(" + prefix.encode() + b"\xff"
+        while first:
             rows = [row.decode() for row in self._run("adapters", model_id, first, last, _SLICE)]
             first = f"({rows.pop()}" if len(rows) % 2 else ""
             found += rows
