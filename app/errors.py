@@ -33,7 +33,7 @@ Keep every error picklable (one message argument): Celery carries them between p
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class TinsmithError(Exception):
@@ -143,6 +143,9 @@ class Unavailable(RequestError):
 class NotReplicated(Unavailable):
     """The call happened, but too few replicas have it yet (`engine.replicas`), so a failover could lose it. A repeat is
     answered once enough replicas have it."""
+
+    reply: Any = None
+    """The state server's reply to the call; None if there is none."""
 
 
 class NewerContent(Unavailable):
