@@ -35,7 +35,14 @@ from workers.checkpoints.shm_transfer import ShmFolder
 from workers.maintenance.adapters import EphemeralAdapters
 from workers.maintenance.captures import ExpiredCaptures
 from workers.maintenance.direct_queues import DirectQueues
-from workers.maintenance.leader import Accounting, MaintenanceTask, PayloadSpilling, SessionExpiry, Sweeper
+from workers.maintenance.leader import (
+    Accounting,
+    MaintenanceTask,
+    PayloadSpilling,
+    SessionExpiry,
+    Sweeper,
+    WhileSteady,
+)
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Redispatcher
 from workers.maintenance.retention import Retention
@@ -140,6 +147,11 @@ class Serving(Generic[Backend]):
 
 def sweeper(parts: Parts) -> Sweeper:
     teardown = Teardown(parts.lifecycle, parts.records, parts.store, parts.dispatcher.wake)
+    captures = CaptureFiles(parts.store, parts.settings.capture_secret, parts.records.now)
+
+    def while_steady(task: MaintenanceTask) -> WhileSteady:
+        return WhileSteady(task, parts.oplog, parts.settings.engine.session_s)
+
     tasks: dict[str, MaintenanceTask] = {
         "ringing": Redispatcher(
             parts.oplog, parts.dispatcher.send, parts.settings.engine, connect(parts.celery.conf.broker_url)
@@ -147,14 +159,14 @@ def sweeper(parts: Parts) -> Sweeper:
         "sessions": SessionExpiry(
             parts.oplog, parts.lifecycle, parts.records, teardown, parts.settings.engine.session_s
         ),
-        "orphans": Orphans(
-            parts.oplog, parts.lifecycle, parts.records, parts.payloads, parts.store, parts.settings.engine
+        "orphans": while_steady(
+            Orphans(parts.oplog, parts.lifecycle, parts.records, parts.payloads, parts.store, parts.settings.engine)
         ),
         "adapters": EphemeralAdapters(parts.lifecycle, parts.records, parts.store, parts.settings.engine),
         "retention": Retention(parts.records, parts.limits),
-        "captures": ExpiredCaptures(CaptureFiles(parts.store, parts.settings.capture_secret, parts.records.now)),
+        "captures": while_steady(ExpiredCaptures(captures)),
         "spilling": PayloadSpilling(parts.payloads),
         "direct queues": DirectQueues(parts.oplog, parts.celery),
-        "accounting": Accounting(parts.pages, PageFiles(parts.store), parts.records),
+        "accounting": while_steady(Accounting(parts.pages, PageFiles(parts.store), parts.records)),
     }
     return Sweeper(parts.oplog, tasks, parts.worker)
