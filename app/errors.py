@@ -36,7 +36,7 @@ Keep every error picklable (one message argument): Celery carries them between p
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 STATE_SERVER_AWAY = "the state server does not answer or is full; try again soon"
 """The text of an Unavailable that an outage of the state server causes."""
@@ -149,6 +149,9 @@ class Unavailable(RequestError):
 class NotReplicated(Unavailable):
     """The call happened, but too few replicas have it yet (`engine.replicas`), so a failover could lose it. A repeat is
     answered once enough replicas have it."""
+
+    reply: Any = None
+    """The state server's reply to the call; None if there is none."""
 
 
 class NewerContent(Unavailable):

@@ -82,19 +82,22 @@ class Cancelling:
         self._settings, self._objects = settings, objects
         self._records = RedisRecords(client, settings.engine)
         self._backlog = RedisBacklog(client, settings.engine)
+        self._lifecycle = RedisLifecycle(client, settings.engine)
         wake = Dispatcher(celery_app(settings)).wake
-        self._teardown = Teardown(RedisLifecycle(client, settings.engine), self._records, objects, wake)
+        self._teardown = Teardown(self._lifecycle, self._records, objects, wake)
 
     def find(self, target: str) -> Found:
         """Reads what there is to end. Raises TinsmithError for an unknown session or project."""
         sessions = self._sessions(target)
         runs = dict(self._runs(target, sessions))
+        heard = self._lifecycle.heard(list(sessions))
+        ended = {id_ for id_, session in sessions.items() if id_ in heard or session.status in ("open", "expired")}
         unfinished = self._backlog.unfinished(_MOST_WAITING)
         return Found(
             runs,
-            [id_ for id_, session in sessions.items() if session.status in ("open", "expired")],
+            ended,
             sum(line.waiting for line in unfinished.models if line.model_id in runs),
-            sum(sample.request_id.partition(":")[0] in sessions for sample in unfinished.samples),
+            sum(sample.request_id.partition(":")[0] in ended for sample in unfinished.samples),
         )
 
     def end(self, found: Found) -> None:

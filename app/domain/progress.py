@@ -48,10 +48,11 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """Metrics that a client recorded for a step of its run: the number of an optimizer step from 1, or 0 for a time
-    before the first."""
+    before the first. `event`: the id of the client's event; a repeat has the same. Empty without one."""
 
     step: int
     metrics: Mapping[str, float]
+    event: str = ""
 
 
 @dataclass(frozen=True, slots=True)

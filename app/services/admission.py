@@ -8,8 +8,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import redis
 
@@ -29,7 +30,7 @@ from app.settings import Settings
 from app.stores.disk import Disk
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
-from app.stores.redis.types import QueueBounds, RefusalKind
+from app.stores.redis.types import Admission, QueueBounds, RefusalKind, UnreplicatedAdmission
 from app.telemetry import ADMISSIONS, ADMIT_SECONDS
 from app.tracing import requests as traced
 
@@ -74,11 +75,11 @@ class AdmissionService:
         if isinstance(op, ForwardBackward):
             charge = self._spends(charge, model.owner)
         trace = traced.context()
-        admission = self._oplog.admit(model_id, seq, op.kind, payload, identity, new, charge, audited, trace)
-        if admission.fresh:
-            queue = queue_for(train_queue(model.base_model, full=model.full), admission.node)
-            self._announce(op.kind, admission.request_id, model_id, model.owner, seq, queue)
-            ADMIT_SECONDS.labels(op.kind).observe(time.monotonic() - started)
+        queue = train_queue(model.base_model, full=model.full)
+        announce = partial(self._announce, started, op.kind, model_id, model.owner, seq, queue)
+        with _announcing_unreplicated(announce):
+            admission = self._oplog.admit(model_id, seq, op.kind, payload, identity, new, charge, audited, trace)
+        announce(admission)
         return admission.request_id
 
     def repeat_of(self, model_id: str, seq: int, op: Op) -> str | None:
@@ -117,23 +118,22 @@ class AdmissionService:
             stores=base is not None and base.router_replay,
         )
         charge = self._spends(charge, sampler.owner)
-        admission = self._oplog.admit_sample(
-            request_id,
-            sampler_id,
-            sampler.owner,
-            queue,
-            payload,
-            identity,
-            tokens,
-            bounds,
-            request.num_samples,
-            charge,
-            traced.context(),
-        )
-        if admission.fresh:
-            shared = None if admission.throttled else queue_for(queue, admission.node)
-            self._announce("sample", request_id, sampler_id, sampler.owner, seq, shared)
-            ADMIT_SECONDS.labels("sample").observe(time.monotonic() - started)
+        announce = partial(self._announce, started, "sample", sampler_id, sampler.owner, seq, queue)
+        with _announcing_unreplicated(announce):
+            admission = self._oplog.admit_sample(
+                request_id,
+                sampler_id,
+                sampler.owner,
+                queue,
+                payload,
+                identity,
+                tokens,
+                bounds,
+                request.num_samples,
+                charge,
+                traced.context(),
+            )
+        announce(admission)
         return request_id
 
     def refuse(self, model_id: str, seq: int, caller: Caller, reason: str, kind: RefusalKind) -> None:
@@ -162,13 +162,30 @@ class AdmissionService:
         section = base and (base.full_sampler if sampler.full else base.sampler)
         return QueueBounds(section.queue_requests, section.queue_tokens) if section else None
 
-    def _announce(self, kind: str, request_id: str, parent_id: str, project: str, seq: int, queue: str | None) -> None:
+    def _announce(
+        self, started: float, kind: str, parent_id: str, project: str, seq: int, queue: str, admission: Admission
+    ) -> None:
+        """Announces a fresh call, and dispatches it unless it is throttled. Does nothing for a repeat."""
+        if not admission.fresh:
+            return
+        request_id = admission.request_id
         ADMISSIONS.labels(kind).inc()
         self._dispatcher.events.admitted(request_id, kind, project)
         traced.admitted(request_id, kind, project)
         log.info("admitted %s", kind, extra={"request_id": request_id, "model_id": parent_id, "seq": seq})
-        if queue is not None:
-            self._dispatcher.send(kind, request_id, parent_id, queue)
+        if not admission.throttled:
+            self._dispatcher.send(kind, request_id, parent_id, queue_for(queue, admission.node))
+        ADMIT_SECONDS.labels(kind).observe(time.monotonic() - started)
+
+
+@contextlib.contextmanager
+def _announcing_unreplicated(announce: Callable[[Admission], None]) -> Iterator[None]:
+    """Announces a call that was journaled, but that too few replicas have. Its repeat is not announced."""
+    try:
+        yield
+    except UnreplicatedAdmission as error:
+        announce(error.admission)
+        raise
 
 
 def _identity(op: Op, payload: bytes) -> str:

@@ -103,7 +103,9 @@ class CheckpointService:
         expired. If the note cannot be written, the checkpoint is deleted all the same. Raises NotFound, Forbidden, and
         Unavailable."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
-        self._audit(caller, checkpoint, path, "checkpoint_delete", urgent=True)
+        about = {"model_id": checkpoint.model_id, "tinker_path": str(path)}
+        once = f"delete {checkpoint.prefix}"  # a later save under this path has another prefix
+        audit.note(self._records, caller, checkpoint.owner, "checkpoint_delete", about, once=once, urgent=True)
         remove_checkpoint(self._objects, checkpoint.prefix)
         expire_older(self._objects, checkpoint.prefix, self._records.now())
         # A newer save that replaced it meanwhile stays.
@@ -123,11 +125,9 @@ class CheckpointService:
         if not self._records.update(Checkpoint.namespace, str(path), fields):
             raise missing(Checkpoint, str(path))
 
-    def _audit(
-        self, caller: Caller, found: Checkpoint, path: ids.TinkerPath, event: str, *, urgent: bool = False, **more: Any
-    ) -> None:
+    def _audit(self, caller: Caller, found: Checkpoint, path: ids.TinkerPath, event: str, **more: Any) -> None:
         about = {"model_id": found.model_id, "tinker_path": str(path), **more}
-        audit.note(self._records, caller, found.owner, event, about, urgent=urgent)
+        audit.note(self._records, caller, found.owner, event, about)
 
 
 class CheckpointSearch:

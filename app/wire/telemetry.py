@@ -20,22 +20,24 @@ def recorded(body: Any) -> Mapping[str, list[Recorded]]:
     """The metrics of each run, in their order. All other events are dropped: they may hold API keys and tracebacks.
     Raises BadRequest for metrics that cannot be kept."""
     found: defaultdict[str, list[Recorded]] = defaultdict(list)
-    for data in _metrics(body):
+    for event_id, data in _metrics(body):
         model_id = data.get("model_id")
         if not isinstance(model_id, str) or not 1 <= len(model_id) <= _MOST_ID:
             raise BadRequest("model_id of an event 'metrics' is missing: give the id of the run")
-        found[model_id].append(Recorded(_step(data.get("step")), dict(_values(data.get("metrics")))))
+        found[model_id].append(Recorded(_step(data.get("step")), dict(_values(data.get("metrics"))), event_id))
     if sum(map(len, found.values())) > _MOST_EVENTS:
         raise BadRequest(f"there are more than {_MOST_EVENTS} events 'metrics': send fewer at a time")
     return found
 
 
-def _metrics(body: Any) -> Iterator[Mapping[str, Any]]:
+def _metrics(body: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The id and the data of each event."""
     events = body.get("events") if isinstance(body, dict) else None
     for event in events if isinstance(events, list) else ():
         if isinstance(event, dict) and (event.get("event"), event.get("event_name")) == (_GENERIC, _METRICS):
-            data = event.get("event_data")
-            yield data if isinstance(data, dict) else {}
+            id_, data = event.get("event_id"), event.get("event_data")
+            id_ = id_ if isinstance(id_, str) and len(id_) <= _MOST_ID and id_.isprintable() else ""
+            yield id_, data if isinstance(data, dict) else {}
 
 
 def _step(step: Any) -> int:

@@ -1,10 +1,14 @@
-"""Gives up old adapters of saves without a path, and counts the bytes of the others for their projects and keys.
+"""Gives up old adapters of saves without a path, and counts the bytes of the others for their projects and keys. Ends
+the unused samplers of OpenAI-compatible calls.
 
 A training loop saves an adapter for its samplers at every step. The newest ones of each run stay, and those in use: an
 unfinished request needs them, or their sampling session was made or used within `engine.ephemeral_s`.
 
 One atomic step gives an adapter up, if no request came meanwhile; new requests are refused from then on. Its files are
 deleted after that step. If that fails, nothing refers to them, and the orphans task removes them (orphans.py).
+
+An OpenAI-compatible call makes a sampler for each new save, and makes it again when it has ended. It ends when it was
+not used within `engine.ephemeral_s`: it would keep the files of a save that was replaced, deleted or has expired.
 """
 
 from __future__ import annotations
@@ -42,9 +46,8 @@ class Adapter:
     size: int
 
     @classmethod
-    def of(cls, sampler_id: str, fields: Mapping[str, str]) -> Adapter | None:
+    def of(cls, sampler_id: str, sampler: Sampler, fields: Mapping[str, str]) -> Adapter | None:
         """The adapter of a sampling session; None if it has a path, has none, or was given up."""
-        sampler = load(Sampler, fields)
         place = CheckpointPrefix.parse(sampler.prefix)
         if sampler.model_path or place is None or "given_up" in fields:
             return None
@@ -70,7 +73,7 @@ class EphemeralAdapters:
         started = time.monotonic()
         if started < self._next:
             return
-        runs = self._runs()
+        runs, openai = self._samplers()
         models = dict(self._records.read(Model.namespace, list(runs)))
         sizes: Counter[str] = Counter()
         given_up: list[Adapter] = []
@@ -81,18 +84,24 @@ class EphemeralAdapters:
                 if adapter.sampler_id not in gone:
                     sizes.update(dict.fromkeys(_payers(adapter, models[model_id]), adapter.size))
         self._lifecycle.count_adapters(sizes)
+        if ended := self._lifecycle.end_unused_samplers(openai):
+            log.info("ended %d unused samplers of OpenAI-compatible calls", ended)
         self._delete(given_up)
         self._next = time.monotonic() + max(_PERIOD_S, _PAUSES * (time.monotonic() - started))
 
-    def _runs(self) -> Mapping[str, Sequence[Adapter]]:
-        """The adapters of each run, the newest first."""
+    def _samplers(self) -> tuple[Mapping[str, Sequence[Adapter]], Sequence[str]]:
+        """The adapters of each run, the newest first, and the samplers of OpenAI-compatible calls that name a save."""
         runs: defaultdict[str, list[Adapter]] = defaultdict(list)
+        openai: list[str] = []
         for sampler_id, fields in self._records.list(Sampler.namespace):
-            if adapter := Adapter.of(sampler_id, fields):
+            sampler = load(Sampler, fields)
+            if adapter := Adapter.of(sampler_id, sampler, fields):
                 runs[adapter.place.model_id].append(adapter)
+            elif _is_of_openai(sampler_id, sampler):
+                openai.append(sampler_id)
         for adapters in runs.values():
             adapters.sort(key=lambda adapter: (adapter.place.epoch, adapter.place.seq), reverse=True)
-        return runs
+        return runs, openai
 
     def _give_up(self, model_id: str, model: Mapping[str, str], adapters: Sequence[Adapter]) -> Sequence[str]:
         """Gives up what is old and not in use. Returns the sampling sessions.
@@ -112,6 +121,11 @@ class EphemeralAdapters:
             remove_checkpoint(self._objects, adapter.sampler.prefix)
         if adapters:
             log.info("deleted %d old adapters of saves without a path", len(adapters))
+
+
+def _is_of_openai(sampler_id: str, sampler: Sampler) -> bool:
+    made = ids.openai_sampler_id(sampler.session_id, sampler.base_model, sampler.prefix)
+    return bool(sampler.prefix) and sampler_id == made
 
 
 def _payers(adapter: Adapter, model: Mapping[str, str]) -> Iterator[str]:

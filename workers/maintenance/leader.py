@@ -78,6 +78,19 @@ class MaintenanceTask(Protocol):
         ...
 
 
+class WhileSteady:
+    """Runs a task that deletes or closes by the state server's clock only while that clock is steady: calls have been
+    taken for `session_s` without a break (RedisOpLog.calls_taken_s). A clock that jumps forward and is set back within
+    this time does no harm."""
+
+    def __init__(self, task: MaintenanceTask, oplog: RedisOpLog, session_s: float) -> None:
+        self._task, self._oplog, self._session_s = task, oplog, session_s
+
+    def sweep(self) -> None:
+        if self._oplog.calls_taken_s() >= self._session_s:
+            self._task.sweep()
+
+
 class SessionExpiry:
     """Pauses the samples of silent sessions, expires these sessions, ends their requests, and sends the task events of
     all futures that ended so or were cancelled. The owners of their models ask for unwanted ones

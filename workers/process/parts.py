@@ -36,7 +36,13 @@ from workers.maintenance.accounting import Accounting
 from workers.maintenance.adapters import EphemeralAdapters
 from workers.maintenance.captures import ExpiredCaptures
 from workers.maintenance.direct_queues import DirectQueues
-from workers.maintenance.leader import MaintenanceRunner, MaintenanceTask, PayloadSpilling, SessionExpiry
+from workers.maintenance.leader import (
+    MaintenanceRunner,
+    MaintenanceTask,
+    PayloadSpilling,
+    SessionExpiry,
+    WhileSteady,
+)
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Redispatcher
 from workers.maintenance.retention import Retention
@@ -163,6 +169,11 @@ def create_heartbeat(
 
 def maintenance(parts: Parts) -> MaintenanceRunner:
     teardown = Teardown(parts.lifecycle, parts.records, parts.store, parts.dispatcher.wake)
+    captures = CaptureFiles(parts.store, parts.settings.capture_secret, parts.records.now)
+
+    def while_steady(task: MaintenanceTask) -> WhileSteady:
+        return WhileSteady(task, parts.oplog, parts.settings.engine.session_s)
+
     tasks: dict[str, MaintenanceTask] = {
         "ringing": Redispatcher(
             parts.oplog, parts.dispatcher.send, parts.settings.engine, connect(parts.celery.conf.broker_url)
@@ -170,14 +181,14 @@ def maintenance(parts: Parts) -> MaintenanceRunner:
         "sessions": SessionExpiry(
             parts.oplog, parts.lifecycle, parts.records, teardown, parts.settings.engine.session_s
         ),
-        "orphans": Orphans(
-            parts.oplog, parts.lifecycle, parts.records, parts.payloads, parts.store, parts.settings.engine
+        "orphans": while_steady(
+            Orphans(parts.oplog, parts.lifecycle, parts.records, parts.payloads, parts.store, parts.settings.engine)
         ),
         "adapters": EphemeralAdapters(parts.lifecycle, parts.records, parts.store, parts.settings.engine),
         "retention": Retention(parts.records, parts.limits),
-        "captures": ExpiredCaptures(CaptureFiles(parts.store, parts.settings.capture_secret, parts.records.now)),
+        "captures": while_steady(ExpiredCaptures(captures)),
         "spilling": PayloadSpilling(parts.payloads),
         "direct queues": DirectQueues(parts.oplog, parts.celery),
-        "accounting": Accounting(parts.pages, PageFiles(parts.store), parts.records),
+        "accounting": while_steady(Accounting(parts.pages, PageFiles(parts.store), parts.records)),
     }
     return MaintenanceRunner(parts.oplog, tasks, parts.worker)

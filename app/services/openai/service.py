@@ -228,8 +228,9 @@ class Samplers:
         return ids.openai_sampler_id(session_id, sampler.base_model, sampler.prefix), sampler
 
     def ensure(self, sampler_id: str, sampler: Sampler) -> None:
-        """Stores the sampler, unless it exists. Raises Unavailable while there is no room for another."""
-        if self._records.get(Sampler.namespace, sampler_id) is not None:
+        """Stores the sampler, unless it exists, and notes its use, so that maintenance does not end it before the next
+        request is admitted. Raises Unavailable while there is no room for another."""
+        if self._lifecycle.use_sampler(sampler_id):
             return
         session = Session(sampler.owner, self._records.now(), display_name="OpenAI-compatible calls")
         self._records.put_new(Session.namespace, sampler.session_id, dump(session))

@@ -35,7 +35,7 @@ CONFIRMED = frozenset(
         *("put_reserved", "refuse", "update"),
         # Objects are deleted next, or written for good.
         *("close_pages", "delete", "delete_older", "delete_same"),
-        *("forget", "give_up_adapters", "set_snapshot", "spill_garbage"),
+        *("end_unused_samplers", "forget", "give_up_adapters", "set_snapshot", "spill_garbage"),
     }
 )
 """The scripts that the world outside relies on. A commit is not among them: a poll confirms its result."""
@@ -68,7 +68,7 @@ def check_at_start(client: redis.Redis) -> None:
 
 def confirmed(client: redis.Redis, replicas: int, *command: Any) -> Any:
     """The reply to a command, once so many replicas have all that the server had written when it replied. Raises
-    NotReplicated; the command has been run then.
+    NotReplicated with the reply; the command has been run then.
 
     WAIT waits for what its own connection wrote, and a repeated call writes nothing: a mark is written in front of it.
     All three share a connection, since another one may lead to another primary.
@@ -80,7 +80,9 @@ def confirmed(client: redis.Redis, replicas: int, *command: Any) -> Any:
     if isinstance(reply, redis.RedisError):
         raise reply
     if not isinstance(mark, int) or not isinstance(reached, int) or reached < replicas:
-        raise NotReplicated(f"fewer than {replicas} replicas of the state server have this call; try again soon")
+        error = NotReplicated(f"fewer than {replicas} replicas of the state server have this call; try again soon")
+        error.reply = reply
+        raise error
     return reply
 
 

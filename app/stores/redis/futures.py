@@ -19,6 +19,7 @@ from app.errors import (
     Fenced,
     Gone,
     NotFound,
+    NotReplicated,
     RequestError,
     TooLarge,
     TooManyRequests,
@@ -31,7 +32,7 @@ from app.stores.objects.routes import LONGEST_S, Attempt, StoredRoutes
 from app.stores.redis import keys, limits
 from app.stores.redis.client import Scripts, read_hash
 from app.stores.redis.payloads import INLINE_BYTES, RedisPayloads, Staging
-from app.stores.redis.types import Admission, Entry, Future, QueueBounds
+from app.stores.redis.types import Admission, Entry, Future, QueueBounds, UnreplicatedAdmission
 
 CONFLICT = "seq_id {seq} was used before with other content; every call needs a seq_id of its own"
 GIVEN_UP = (
@@ -60,6 +61,8 @@ _FULL_QUEUE: dict[str, tuple[type[RequestError], str]] = {
 
 # The answer of a script that would admit the call, and has not got its bytes.
 _ABSENT = b"absent"
+# The answers of a script that has journaled the call now.
+_FRESH = (b"fresh", b"held")
 # Reply of a script that did not start a call.
 _READ_FIRST = b"read"
 
@@ -112,7 +115,8 @@ class RedisFutures:
 
         Raises BadRequest for other content and for a request that `bounds` can never admit, NotFound when the sampler
         or its adapter is gone, TooLarge, TooManyRequests while the queue is full or a limit of `charge` is reached, and
-        Unavailable while there is no room. A repeat can only raise the first of these.
+        Unavailable while there is no room. A repeat can only raise the first of these. Raises UnreplicatedAdmission for
+        a request that was journaled now, but that too few replicas have.
 
         The request is held (throttled) if its owner has held requests, or enough requests under way: all owners
         together have three batches of the queue's samplers, or this owner its part of a batch.
@@ -122,19 +126,23 @@ class RedisFutures:
         needed = tokens, sequences
         paid = limits.with_names(charge)
         call = request_id, parent_id, owner, queue, digest, *needed, *most, *paid, trace
-        found = self._admit(payload, lambda *content: self._run("admit_sample", *content, *call))
-        what, held = found[0].decode(), found[1]
-        if what == "unknown":
-            raise NotFound(f"sampler {parent_id[:200]!r} does not exist")
-        if what == "given_up":
-            raise NotFound(GIVEN_UP.format(sampler=parent_id[:200], most=self._adapters, hours=self._adapter_s / 3600))
-        if what == "conflict":
-            raise BadRequest(CONFLICT.format(seq=ids.seq_of(request_id)))
-        if bounds and what in _FULL_QUEUE:
-            error, text = _FULL_QUEUE[what]
-            raise error(text.format(queue=queue, held=held, tokens=tokens, bounds=bounds))
-        fresh = what in ("fresh", "held")
-        return Admission(request_id, fresh, held.decode() or None if fresh else None, throttled=what == "held")
+
+        def read(found: Any) -> Admission:
+            what, held = found[0].decode(), found[1]
+            if what == "unknown":
+                raise NotFound(f"sampler {parent_id[:200]!r} does not exist")
+            if what == "given_up":
+                hours = self._adapter_s / 3600
+                raise NotFound(GIVEN_UP.format(sampler=parent_id[:200], most=self._adapters, hours=hours))
+            if what == "conflict":
+                raise BadRequest(CONFLICT.format(seq=ids.seq_of(request_id)))
+            if bounds and what in _FULL_QUEUE:
+                error, text = _FULL_QUEUE[what]
+                raise error(text.format(queue=queue, held=held, tokens=tokens, bounds=bounds))
+            fresh = found[0] in _FRESH
+            return Admission(request_id, fresh, held.decode() or None if fresh else None, throttled=what == "held")
+
+        return self._admit(payload, lambda *content: self._run("admit_sample", *content, *call), read)
 
     def release_samples(self, queue: str, last: Sequence[str] = ()) -> list[tuple[str, str | None]]:
         """Releases the held requests for which there is room now.
@@ -286,19 +294,27 @@ class RedisFutures:
         bounded."""
         return min(self._read_s, max(_READ_LEAST_S, self._read_s * _READ_BYTES // max(size, 1)))
 
-    def _admit(self, payload: bytes, run: Callable[[bytes, str, int], Any]) -> Any:
-        """Runs a script that admits a call, with (its bytes, the key of large ones, their size). Large bytes are only
-        written once the script has no reason to refuse the call, or to answer it without them: a refused client repeats
-        its call, and the append-only file would fill the disk. Raises Unavailable, and what `limits.check` does."""
+    def _admit(
+        self, payload: bytes, run: Callable[[bytes, str, int], Any], read: Callable[[Any], Admission]
+    ) -> Admission:
+        """Runs a script that admits a call, with (its bytes, the key of large ones, their size), and reads its reply.
+        Large bytes are only written once the script has no reason to refuse the call, or to answer it without them: a
+        refused client repeats its call, and the append-only file would fill the disk. Raises Unavailable,
+        UnreplicatedAdmission, and what `limits.check` and `read` do."""
         content = self._staging.place(payload)
-        found = run(*content)
-        if found[0] == _ABSENT:
-            self._staging.write(content[1], payload)
+        try:
             found = run(*content)
+            if found[0] == _ABSENT:
+                self._staging.write(content[1], payload)
+                found = run(*content)
+        except NotReplicated as error:
+            if error.reply and error.reply[0] in _FRESH:
+                raise UnreplicatedAdmission(str(error), read(error.reply)) from None
+            raise
         if found[0] == _ABSENT:
             raise Unavailable("the call took so long that its stored content has expired; try again soon")
         limits.check(found)
-        return found
+        return read(found)
 
     def _check_size(self, payload: bytes) -> None:
         """Raises TooLarge for a call that can never fit, so that its client does not retry."""

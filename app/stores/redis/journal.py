@@ -15,33 +15,27 @@ from app.domain.limits import FREE, Charge
 from app.domain.ops import FORWARD_BACKWARD
 from app.domain.progress import Point
 from app.domain.results import NOTHING, Result, Usage
-from app.errors import BadRequest, Fenced, Gone, NotFound, Unavailable
+from app.errors import BadRequest, Fenced, Gone, NotFound, RequestError, Unavailable
 from app.stores.redis import keys, limits
 from app.stores.redis.client import flat, read_hash
 from app.stores.redis.futures import CONFLICT, RedisFutures
-from app.stores.redis.types import (
-    Admission,
-    Entry,
-    Lease,
-    NextOp,
-    OwnedElsewhere,
-    Pending,
-    Record,
-    RefusalKind,
-    Write,
-)
+from app.stores.redis.types import Admission, Entry, Lease, NextOp, OwnedElsewhere, Pending, Record, RefusalKind, Write
 
 ENDED = (
     "this run has ended: it was deleted, or nobody used its session for longer than engine.retain_s; create a new "
     "model, from one of the run's checkpoints if its weights are still needed"
 )
 _REFUSALS = {
+    "unknown": "model {model!r} does not exist",
+    "ended": ENDED,
+    "failed": "the creation of this model failed, so it takes no calls; create a new model",
     "conflict": CONFLICT,
     "consumed": "seq_id {seq} of this model was used before and cannot be used again; send a call with a higher seq_id",
     "refused": "seq_id {seq} was refused: {reason}",
     "far": "seq_id {seq} leaves more than 1024 earlier seq_ids of this model missing; number the calls of a model 1, "
     "2, 3, ... without leaving any out, and send the missing ones first",
 }
+_ERRORS: dict[str, type[RequestError]] = {"unknown": NotFound, "ended": Gone, "failed": Gone}
 
 # The journal holds a reason twice, and once more in each Op that it fails. A client's text in it may have megabytes.
 _LONGEST_REASON = 1_000
@@ -76,32 +70,33 @@ class RedisOpLog(RedisFutures):
         In the same step, `model` are the fields with which to register an unknown model, and `audited` is an entry of
         the audit log. `trace` is the context of its trace.
 
-        Raises NotFound for an unknown model without these fields, Gone for a model that has ended, BadRequest when the
-        seq holds other content, was refused or was given up, or leaves too many earlier ones missing, TooLarge for an
-        Op that can never fit, and Unavailable while there is no room. Unavailable consumes nothing, and is never raised
+        Raises NotFound for an unknown model without these fields, Gone for a model that has ended or whose creation
+        failed (unless an admitted Op waits for this one), BadRequest when the seq holds other content, was refused or
+        was given up, or leaves too many earlier ones missing, TooLarge for an Op that can never fit,
+        UnreplicatedAdmission, and Unavailable while there is no room. Unavailable consumes nothing, and is never raised
         for a repeat or for the Op that others wait for. The same holds for TooManyRequests, when `charge` exceeds a
         rate. LimitReached, when `charge` exceeds a total, is never raised for a repeat.
         """
         request_id = ids.request_id(model_id, seq)
         self._check_size(payload)
-        more = limits.of_op(charge), audited, trace, *flat(model or {})
         call = model_id, seq, request_id, kind, digest
-        found = self._admit(payload, lambda *content: self._run("admit", *content, *call, *more))
-        what, detail = _texts(found)
-        if what == "unknown":
-            raise NotFound(f"model {model_id!r} does not exist")
-        if what == "ended":
-            raise Gone(ENDED)
-        if what in _REFUSALS:
-            raise BadRequest(_REFUSALS[what].format(seq=seq, reason=detail))
-        return Admission(request_id, what == "fresh", _node(detail) if detail else None)
+        more = limits.of_op(charge), audited, trace, *flat(model or {})
+
+        def read(found: Any) -> Admission:
+            what, detail = _texts(found)
+            if what in _REFUSALS:
+                text = _REFUSALS[what].format(model=model_id, seq=seq, reason=detail)
+                raise _ERRORS.get(what, BadRequest)(text)
+            return Admission(request_id, what == "fresh", _node(detail) if detail else None)
+
+        return self._admit(payload, lambda *content: self._run("admit", *content, *call, *more), read)
 
     def refuse(self, model_id: str, seq: int, reason: str, kind: RefusalKind = "skip") -> bool:
         """Consumes a seq that will never run.
 
-        Returns False, without a change, when the seq is already taken or leaves too many earlier ones missing. If a
-        gradient is lost thereby (any kind but "skip"), Ops that already wait after it, up to and including the next
-        optim_step, fail with `reason`. A long reason is cut.
+        Returns False, without a change, when the seq is already taken or leaves too many earlier ones missing, and for
+        a model for which `admit` raises Gone. If a gradient is lost thereby (any kind but "skip"), Ops that already
+        wait after it, up to and including the next optim_step, fail with `reason`. A long reason is cut.
 
         Raises Unavailable when the refused call 1024 seqs before still waits for a worker and, unless later Ops wait
         only for this seq, while there is no room. It is consumed when the client sends it again.

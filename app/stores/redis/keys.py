@@ -7,8 +7,8 @@
                               history in which the epoch was given out, and epoch_floor, the first epoch there
     progress:<model>    STREAM  its newest points (app/domain/progress.py): seq, kind, and the rest as JSON; their ids
                               have the ms of their commits; gone once the model has ended
-    recorded:<model>    STREAM  the newest metrics that its client recorded: point, [step, {name: value}] as JSON; gone
-                              once the model has ended
+    recorded:<model>    STREAM  the newest metrics that its client recorded: point, [step, {name: value}] as JSON, and
+                              event, the id of their event, or ''; gone once the model has ended
     history             HASH  behind sentinels: primary, the replication id of the last primary that was seen, and
                               number, the ms when its history began
     journal:<model>     ZSET  seq -> seq: Ops behind the snapshot (seq > snapshot_seq), applied or waiting

@@ -26,6 +26,8 @@ _ABORTED_AT_ONCE = 100
 # The SDK sends a heartbeat every 10 s. A client without heartbeats polls again after at most `api.poll_hold_s`.
 PAUSE_S = 60.0
 _PAUSE_MS = int(PAUSE_S * 1000)
+# All other clients wait meanwhile.
+_ENDED_AT_ONCE = 200
 # One script pauses or resumes this many requests in 4 to 9 ms, of 20,000 that a client has waiting.
 _PAUSED_AT_ONCE = 200
 
@@ -76,6 +78,11 @@ class RedisLifecycle:
         """Ends the sessions without a sign of life. Returns their ids."""
         return [id_.decode() for id_ in self._run("expire", self._silence_ms, _EXPIRED_AT_ONCE)]
 
+    def heard(self, session_ids: Sequence[str]) -> set[str]:
+        """Those of these sessions that have not ended. One that its client finished and used again keeps its status."""
+        scores = self._redis.zmscore(keys.SESSIONS_HEARD, list(session_ids)) if session_ids else []
+        return {id_ for id_, score in zip(session_ids, cast(list[Any], scores), strict=True) if score is not None}
+
     def retired(self) -> list[str]:
         """Sessions that ended `engine.retain_s` ago or earlier."""
         past = self._now_ms() - self._retain_ms
@@ -117,6 +124,17 @@ class RedisLifecycle:
         """Removes a sampler's record. Returns False, without a change, when there is none; with `retired` also when its
         session is not retired any more."""
         return bool(self._run("end_sampler", sampler_id, self._retain_ms if retired else "", self._unread_s))
+
+    def use_sampler(self, sampler_id: str) -> bool:
+        """Notes that a sampler is about to be used, so that `end_unused_samplers` leaves it for at least half of
+        `engine.ephemeral_s`. Returns False when there is none yet."""
+        return bool(self._run("use_sampler", sampler_id, self._ephemeral_ms))
+
+    def end_unused_samplers(self, sampler_ids: Sequence[str]) -> int:
+        """Ends those of these samplers that have no unfinished request, and were made and last used
+        `engine.ephemeral_s` ago or earlier. Returns their number."""
+        slices = (sampler_ids[i : i + _ENDED_AT_ONCE] for i in range(0, len(sampler_ids), _ENDED_AT_ONCE))
+        return sum(self._run("end_unused_samplers", self._ephemeral_ms, self._unread_s, *slice_) for slice_ in slices)
 
     def adapters(self, model_id: str) -> dict[str, str]:
         """The adapters of the run's saves without a path: their prefixes by sampling session."""

@@ -6,6 +6,7 @@ A command of many bytes holds all other clients of the state server. So these by
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import cast
 
 import redis
@@ -28,7 +29,7 @@ _PIECES = b"pieces"
 _PAYLOADS, _RESULTS = "payloads", "results"
 # The hash that refers to an object of each folder, by the request id.
 _HOLDERS = {_PAYLOADS: keys.op, _RESULTS: keys.future}
-_GARBAGE_AT_ONCE = 500
+_GARBAGE_AT_ONCE, _MOST_STUCK = 500, 3
 # No store continues a write for longer than this.
 _ABANDONED_MS = 3_600_000
 
@@ -165,12 +166,31 @@ class RedisPayloads:
 
     def remove_garbage(self) -> int:
         """Deletes objects of dropped payloads and results, and of moves that never ended. Returns their number. Raises
-        Unavailable."""
+        Unavailable for one that cannot be deleted, once the others are gone."""
         garbage = cast(list[bytes], self._run("spill_garbage", _ABANDONED_MS, _GARBAGE_AT_ONCE))
         if garbage:
-            self._objects.delete([key.decode() for key in garbage])
-            self._redis.srem(keys.SPILL_GARBAGE, *garbage)
+            try:
+                self._remove(garbage)
+            except Unavailable:
+                self._remove_singly(garbage)
         return len(garbage)
+
+    def _remove(self, garbage: Sequence[bytes]) -> None:
+        self._objects.delete([key.decode() for key in garbage])
+        self._redis.srem(keys.SPILL_GARBAGE, *garbage)
+
+    def _remove_singly(self, garbage: Sequence[bytes]) -> None:
+        """Gives up after a few failures, as the store may be away. The next round gets the keys in another order."""
+        failures: list[Unavailable] = []
+        for key in garbage:
+            try:
+                self._remove([key])
+            except Unavailable as error:
+                failures.append(Unavailable(f"{key.decode()} cannot be deleted: {error}"))
+                if len(failures) == _MOST_STUCK:
+                    break
+        if failures:
+            raise failures[0]
 
     def unknown(self) -> list[str]:
         """The keys of objects that no request and no move knows: their state server was lost, or set back to an earlier

@@ -312,9 +312,9 @@ class RedisRecords:
         return [lease.decode().rpartition("/")[0] if lease else "" for lease in found]
 
     def record(self, model_id: str, found: Iterable[Recorded]) -> None:
-        """Keeps metrics that a client recorded for a run; nothing happens once the run has ended. Raises Unavailable
-        while there is no room."""
-        self._run("record", model_id, *(json.dumps([one.step, one.metrics]) for one in found))
+        """Keeps metrics that a client recorded for a run, those of a repeated event once; nothing happens once the run
+        has ended. Raises Unavailable while there is no room."""
+        self._run("record", model_id, *(part for one in found for part in (one.event, _recorded(one))))
 
     def recorded(self, model_ids: Sequence[str]) -> Sequence[Sequence[Recorded]]:
         """The metrics that clients recorded for each run, the oldest first."""
@@ -356,6 +356,10 @@ def _point(id_: bytes, fields: Mapping[bytes, bytes]) -> Point:
     at = int(id_.partition(b"-")[0]) / 1000
     known = {name: value for name, value in json.loads(fields[b"point"]).items() if name in _POINT_FIELDS}
     return Point(fields[b"kind"].decode(), seq=int(fields[b"seq"]), at=at, **known)
+
+
+def _recorded(one: Recorded) -> str:
+    return json.dumps([one.step, one.metrics])
 
 
 def _retained(fields: Record) -> list[str]:

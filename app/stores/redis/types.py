@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from app.domain.results import FutureState, Result
+from app.errors import NotReplicated
 
 log = logging.getLogger(__name__)
 Record = Mapping[str, str]
@@ -28,6 +29,15 @@ class Admission:
     fresh: bool
     node: str | None
     throttled: bool = False
+
+
+class UnreplicatedAdmission(NotReplicated):
+    """A call was journaled now, but too few replicas have it yet. `admission` is the admission of this call; that of a
+    repeat is not fresh any more."""
+
+    def __init__(self, text: str, admission: Admission) -> None:
+        super().__init__(text)
+        self.admission = admission
 
 
 @dataclass(frozen=True, slots=True)

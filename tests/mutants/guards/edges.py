@@ -205,6 +205,27 @@ MUTANTS = (
         f"{_BOUNDS}::test_a_refused_call_that_leaves_too_many_others_missing_stores_nothing",
     ),
     Mutant(
+        "admit: a model whose creation failed",
+        f"{_LUA}/journal.lua",
+        "  if has_failed(model, seq) then return {'failed', ''} end\n",
+        "",
+        f"{_BOUNDS}::test_a_model_whose_creation_failed_takes_no_calls_and_its_journal_does_not_grow",
+    ),
+    Mutant(
+        "refuse: a model whose creation failed",
+        f"{_LUA}/journal.lua",
+        "'ended') == 1 or has_failed(model, seq) then",
+        "'ended') == 1 then",
+        f"{_BOUNDS}::test_a_model_whose_creation_failed_takes_no_calls_and_its_journal_does_not_grow",
+    ),
+    Mutant(
+        "has_failed: a call that others wait for",
+        f"{_LUA}/journal.lua",
+        "\n         and redis.call('ZCOUNT', 'tinsmith:journal:' .. model, '(' .. seq, '+inf') == 0",
+        "",
+        f"{_BOUNDS}::test_calls_that_were_sent_before_the_creation_failed_are_answered_one_by_one",
+    ),
+    Mutant(
         "is_far: calls that wait in a row are not missing",
         f"{_LUA}/journal.lua",
         "between - redis.call('ZCOUNT', 'tinsmith:journal:' .. model, '(' .. applied, '(' .. seq)",
@@ -310,6 +331,13 @@ MUTANTS = (
         "            if not sure:",
         "            if False:",
         f"{_CANCEL}::test_it_asks_before_and_no_ends_nothing",
+    ),
+    Mutant(
+        "cancel: a session that was used again",
+        "app/commands/cancel.py",
+        "if id_ in heard or session.status",
+        "if session.status",
+        f"{_CANCEL}::test_a_session_that_was_used_again_is_ended_again_and_its_samples_alone_count",
     ),
     Mutant(
         "cancel: a copy of a checkpoint is no run",

@@ -165,4 +165,11 @@ MUTANTS = (
         "return '-inf'",
         _EARLIER,
     ),
+    Mutant(
+        "garbage: an object that cannot be deleted keeps no other",
+        "app/stores/redis/payloads.py",
+        "            except Unavailable:\n                self._remove_singly(garbage)",
+        "            except ZeroDivisionError:\n                self._remove_singly(garbage)",
+        f"{_SPILLING}::test_an_object_that_cannot_be_deleted_keeps_no_other_and_is_named",
+    ),
 )

@@ -198,4 +198,12 @@ MUTANTS = (
         "",
         f"{_RELIES}[refuse]",
     ),
+    Mutant(
+        "replicas: a call that they lack is dispatched",
+        "app/services/admission.py",
+        "        announce(error.admission)\n",
+        "",
+        "tests/unit/app/services/test_admission.py"
+        "::test_a_call_without_a_replica_is_dispatched_once_although_its_answer_is_a_503",
+    ),
 )

@@ -7,6 +7,8 @@ from tests.mutants.mutant import Mutant
 _RETENTION = "tests/unit/workers/maintenance/test_retention.py"
 _TASK = "workers/maintenance/retention.py"
 _RECORDS = "app/domain/records.py"
+_LIFECYCLE = "app/stores/redis/lua/lifecycle.lua"
+_OPENAI = "tests/unit/workers/maintenance/test_openai_samplers.py"
 _STAYS = f"{_RETENTION}::test_published_ones_and_those_with_a_ttl_of_their_own_stay_and_do_not_count"
 _PROJECTS_TTL = (
     "tests/unit/workers/checkpoints/test_rebuild.py"
@@ -72,5 +74,43 @@ MUTANTS = (
         '"expiry_by": OWNER}',
         '"expiry_by": ""}',
         "tests/unit/app/api/test_weights.py::test_a_ttl_is_set_counted_from_now_and_removed",
+    ),
+    # Samplers of OpenAI-compatible calls.
+    Mutant(
+        "unused samplers: one that runs a sample",
+        _LIFECYCLE,
+        "\n     and redis.call('EXISTS', 'tinsmith:sampled:' .. id) == 0 then\n    end_sampler(",
+        " then\n    end_sampler(",
+        f"{_OPENAI}::test_a_running_sample_keeps_its_sampler_until_it_ends",
+    ),
+    Mutant(
+        "unused samplers: one that was used, or is about to be",
+        _LIFECYCLE,
+        "if created and created * 1000 < before and not redis.call('ZSCORE', 'tinsmith:samplers_used', id)",
+        "if created and created * 1000 < before",
+        f"{_OPENAI}::test_what_was_made_or_used_within_the_time_stays",
+    ),
+    Mutant(
+        "unused samplers: those that only the SDK makes",
+        "workers/maintenance/adapters.py",
+        "return bool(sampler.prefix) and sampler_id == made",
+        "return bool(sampler.prefix)",
+        f"{_OPENAI}::test_samplers_of_base_models_and_of_the_sdk_stay",
+    ),
+    # A clock that jumps.
+    Mutant(
+        "while steady: a clock that jumped",
+        "workers/maintenance/leader.py",
+        "if self._oplog.calls_taken_s() >= self._session_s:",
+        "if True:",
+        "tests/unit/workers/maintenance/test_clock_jumps.py",
+    ),
+    Mutant(
+        "audit: a deletion that is repeated",
+        "app/services/checkpoints.py",
+        '"checkpoint_delete", about, once=once, urgent=True',
+        '"checkpoint_delete", about, urgent=True',
+        "tests/unit/app/api/test_deletion.py"
+        "::test_a_deletion_that_the_object_store_broke_off_is_ended_by_a_repeat_and_no_rebuild_restores_it",
     ),
 )

@@ -214,7 +214,7 @@ MUTANTS = (
     Mutant(
         "end_sampler: the copy of the record expires",
         f"{_LUA}/lifecycle.lua",
-        "redis.call('EXPIRE', copy, ARGV[3])\n",
+        "redis.call('EXPIRE', copy, keep_s)\n",
         "",
         f"{_LIMITS}::test_a_sample_that_runs_while_its_run_is_deleted_counts_what_it_drew_once",
     ),

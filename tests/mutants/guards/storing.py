@@ -54,6 +54,13 @@ MUTANTS = (
         "ForwardBackward()",
         "tests/unit/app/domain/test_progress.py::test_a_step_has_its_metrics_and_a_forward_and_a_load_no_point",
     ),
+    Mutant(
+        "progress: an event of a client that is repeated",
+        f"{_LUA}/records.lua",
+        "  if not known[ARGV[i]] then\n",
+        "  if true then\n",
+        "tests/unit/app/api/test_client.py::test_metrics_of_a_repeated_call_are_kept_once",
+    ),
     # Adapters of saves without a path.
     Mutant(
         "adapters: a request that comes meanwhile",

@@ -36,7 +36,7 @@ local function doom(model, seq, reason)
   if #waiting == DOOMED_AT_ONCE then redis.call('HSETNX', op, 'dooms', reason) end
 end
 
--- part: is_far
+-- part: bounds
 -- The SDK sends the parts of one call at the same time, the first one last, and other calls one after the other. A call
 -- with MOST_MISSING parts would have a million datums. Each missing seq that is given up costs an entry of about 1 kB.
 local MOST_MISSING = 1024
@@ -46,6 +46,13 @@ local function is_far(model, applied, seq)
   local between = seq - applied - 1
   if between <= MOST_MISSING then return false end
   return between - redis.call('ZCOUNT', 'tinsmith:journal:' .. model, '(' .. applied, '(' .. seq) > MOST_MISSING
+end
+
+-- Returns true if a model's creation failed, and no admitted Op waits behind `seq`. Such a model has no snapshot, so its
+-- journal is never trimmed.
+local function has_failed(model, seq)
+  return redis.call('HGET', 'tinsmith:models:' .. model, 'state') == '"failed"'
+         and redis.call('ZCOUNT', 'tinsmith:journal:' .. model, '(' .. seq, '+inf') == 0
 end
 
 -- part: handed_over
@@ -64,13 +71,13 @@ register_model(ARGV[1], 2)
 return 1
 
 -- script: admit
--- needs: content, hear, is_far, list_run, no_room, no_room_for_results, now_ms, pages, register_model, take, train_queue
+-- needs: bounds, content, hear, list_run, no_room, no_room_for_results, now_ms, pages, register_model, take, train_queue
 -- Journal an Op and its pending future, once. ARGV: payload, or '' with the key that will hold it (or ''), its size;
 -- model id, seq, request id, kind, digest, charge (or ''), entry in its project's audit log (or ''), context of its trace
 -- (or ''), and for a model to register in the same step: field, value, ...
 -- Returns {outcome, lease holder}; the outcome is fresh | repeat | conflict | refused (with its reason instead of the
--- holder) | consumed | far | unknown | ended | absent (to be admitted once the key holds the payload). Returns
--- {'limited', ...} as `over_limit` in limits.lua does.
+-- holder) | consumed | far | unknown | ended | failed | absent (to be admitted once the key holds the payload).
+-- Returns {'limited', ...} as `over_limit` in limits.lua does.
 local content = content_of(ARGV[1], ARGV[2], tonumber(ARGV[3]))
 local model, seq, request, kind, digest = ARGV[4], tonumber(ARGV[5]), ARGV[6], ARGV[7], ARGV[8]
 local charge, audited, trace, FIELDS = ARGV[9], ARGV[10], ARGV[11], 12
@@ -104,6 +111,7 @@ local function admit()
   if head[3] then return {'ended', ''} end
   local applied = tonumber(head[1] or -1)
   if seq <= applied then return {'consumed', ''} end
+  if has_failed(model, seq) then return {'failed', ''} end
   if is_far(model, applied, seq) then return {'far', ''} end
   local refusal = no_room(content.size) or head[2] and no_room_for_results(cjson.decode(head[2]))
   if refusal and not is_awaited(applied) then return refusal end
@@ -136,15 +144,16 @@ end
 return content.answered(admit())
 
 -- script: refuse flags=allow-oom
--- needs: doom, is_far, no_room, now_ms, train_queue
+-- needs: bounds, doom, no_room, now_ms, train_queue
 -- Consume a seq that will never run. If that loses a gradient, doom the Ops behind it, up to the next optim_step.
 -- ARGV: model id, seq, reason, kind to journal (skip | lost_batch | drop_gradients).
--- Returns 1, or 0 when the seq is taken, or when too many seqs before it are missing.
+-- Returns 1, or 0 when the seq is taken, when too many seqs before it are missing, or when the model has ended or its
+-- creation failed.
 local model, seq, reason = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local applied = redis.call('HGET', 'tinsmith:models:' .. model, 'applied')
 if not applied or seq <= tonumber(applied) then return 0 end
 if is_far(model, tonumber(applied), seq) then return 0 end
-if redis.call('HEXISTS', 'tinsmith:models:' .. model, 'ended') == 1 then return 0 end
+if redis.call('HEXISTS', 'tinsmith:models:' .. model, 'ended') == 1 or has_failed(model, seq) then return 0 end
 local request = model .. ':' .. ARGV[2]
 if redis.call('EXISTS', 'tinsmith:op:' .. request) == 1 then return 0 end
 

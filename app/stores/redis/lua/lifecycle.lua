@@ -305,21 +305,54 @@ end
 if #ids == tonumber(ARGV[4]) then found[#found + 1] = ids[#ids] end
 return found
 
--- script: end_sampler flags=allow-oom
--- needs: home, is_retired
+-- part: end_sampler
+-- needs: home
 -- Remove a sampler's record, and the affinity of its adapter unless the adapter is a checkpoint with a path, which other
--- samplers may use. A copy of the record stays for a time, because requests that still run count their usage by it.
--- ARGV: sampler id, ms since which its session must have ended (or '' to end it in any case), seconds to keep the copy.
--- Returns 1, or 0 when the sampler does not exist, or when its session is open again.
-local key = 'tinsmith:samplers:' .. ARGV[1]
-local found = redis.call('HMGET', key, 'session_id', 'prefix', 'model_path')
-if not found[1] or ARGV[2] ~= '' and not is_retired(found[1], ARGV[2]) then return 0 end
-if cjson.decode(found[3] or '""') == '' then
-  redis.call('DEL', home_of(ARGV[1] .. ':0', cjson.decode(found[2] or '""')))
+-- samplers may use. A copy of the record stays for `keep_s` seconds, because requests that still run count their usage
+-- by it.
+local function end_sampler(id, keep_s)
+  local key, copy = 'tinsmith:samplers:' .. id, 'tinsmith:ended_samplers:' .. id
+  local found = redis.call('HMGET', key, 'prefix', 'model_path')
+  if cjson.decode(found[2] or '""') == '' then
+    redis.call('DEL', home_of(id .. ':0', cjson.decode(found[1] or '""')))
+  end
+  redis.call('RENAME', key, copy)
+  redis.call('EXPIRE', copy, keep_s)
+  redis.call('ZREM', 'tinsmith:index:samplers', id)
+  redis.call('ZREM', 'tinsmith:samplers_used', id)
 end
-local copy = 'tinsmith:ended_samplers:' .. ARGV[1]
-redis.call('RENAME', key, copy)
-redis.call('EXPIRE', copy, ARGV[3])
-redis.call('ZREM', 'tinsmith:index:samplers', ARGV[1])
-redis.call('ZREM', 'tinsmith:samplers_used', ARGV[1])
+
+-- script: end_sampler flags=allow-oom
+-- needs: end_sampler, is_retired
+-- End a sampler. ARGV: sampler id, ms since which its session must have ended (or '' to end it in any case), seconds to
+-- keep the copy of its record. Returns 1, or 0 when the sampler does not exist, or when its session is open again.
+local session = redis.call('HGET', 'tinsmith:samplers:' .. ARGV[1], 'session_id')
+if not session or ARGV[2] ~= '' and not is_retired(session, ARGV[2]) then return 0 end
+end_sampler(ARGV[1], ARGV[3])
 return 1
+
+-- script: use_sampler flags=allow-oom
+-- needs: now_ms
+-- Note that a sampler is about to be used, also before it is made. ARGV: sampler id, ms without a use after which it may
+-- end. Returns 1 if it exists, else 0.
+-- Each write waits for the disk: a note is renewed once half of that time has passed.
+local used, now = redis.call('ZSCORE', 'tinsmith:samplers_used', ARGV[1]), now_ms()
+if not used or now - used > ARGV[2] / 2 then redis.call('ZADD', 'tinsmith:samplers_used', now, ARGV[1]) end
+return redis.call('EXISTS', 'tinsmith:samplers:' .. ARGV[1])
+
+-- script: end_unused_samplers flags=allow-oom
+-- needs: end_sampler, now_ms
+-- End the samplers that nothing uses: without unfinished requests, and made and last used long ago. ARGV: ms since the
+-- last use, seconds to keep the copies of their records, sampler ids. Returns the number of samplers ended.
+local ended, before = 0, now_ms() - ARGV[1]
+redis.call('ZREMRANGEBYSCORE', 'tinsmith:samplers_used', '-inf', '(' .. string.format('%.0f', before))
+for i = 3, #ARGV do
+  local id = ARGV[i]
+  local created = redis.call('HGET', 'tinsmith:samplers:' .. id, 'created')
+  if created and created * 1000 < before and not redis.call('ZSCORE', 'tinsmith:samplers_used', id)
+     and redis.call('EXISTS', 'tinsmith:sampled:' .. id) == 0 then
+    end_sampler(id, ARGV[2])
+    ended = ended + 1
+  end
+end
+return ended

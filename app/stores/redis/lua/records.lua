@@ -98,16 +98,25 @@ return 1
 
 -- script: record
 -- needs: no_room
--- Keep metrics that a client recorded for a run. ARGV: model id, [step, {name: value}] as JSON, ... Returns 1, or 0 when
--- the run does not exist or has ended.
-local MOST_POINTS = 1000  -- 800 kB a model at most
+-- Keep metrics that a client recorded for a run, each event once. ARGV: model id, then of each event its id (or '') and
+-- [step, {name: value}] as JSON. Returns 1, or 0 when the run does not exist or has ended.
+local MOST_POINTS = 1000  -- 900 kB a model at most
 local KEPT_S = 30 * 24 * 3600  -- after the last of them
+local RECENT = 200  -- a client repeats a call of at most 100 events, before its next one
 local head = redis.call('HMGET', 'tinsmith:models:' .. ARGV[1], 'owner', 'ended')
 if not head[1] or head[2] then return 0 end
 local refusal = no_room(0)
 if refusal then return refusal end
 local key = 'tinsmith:recorded:' .. ARGV[1]
-for i = 2, #ARGV do redis.call('XADD', key, 'MAXLEN', MOST_POINTS, '*', 'point', ARGV[i]) end
+local known = {}
+for _, entry in ipairs(redis.call('XREVRANGE', key, '+', '-', 'COUNT', RECENT)) do
+  if entry[2][3] == 'event' and entry[2][4] ~= '' then known[entry[2][4]] = true end
+end
+for i = 2, #ARGV, 2 do
+  if not known[ARGV[i]] then
+    redis.call('XADD', key, 'MAXLEN', MOST_POINTS, '*', 'point', ARGV[i + 1], 'event', ARGV[i])
+  end
+end
 redis.call('EXPIRE', key, KEPT_S)
 return 1
 

@@ -119,6 +119,16 @@ def test_a_client_records_metrics_of_its_runs(api: Api) -> None:
     assert api.services.records.recorded([model]) == [[Recorded(1, {"reward": 0.5})]]
 
 
+def test_metrics_of_a_repeated_call_are_kept_once(api: Api) -> None:
+    runs = [api.model(), api.model()]
+    events = [{**_metrics(run, reward), "event_id": f"{run} {reward}"} for run in runs for reward in (0.5, 0.75)]
+    without_id = _metrics(runs[1], 0.25)
+    for _ in range(2):
+        assert api.post("telemetry", {"events": [*events, without_id]}).status_code == 200
+    once, twice = [Recorded(1, {"reward": 0.5}), Recorded(1, {"reward": 0.75})], Recorded(1, {"reward": 0.25})
+    assert api.services.records.recorded(runs) == [once, [*once, twice, twice]]
+
+
 @pytest.mark.parametrize("others", [["missing:train:0"], ["of others"], ["of others", "missing:train:0"]])
 def test_metrics_of_a_run_of_others_are_skipped_as_those_of_a_missing_one(api: Api, others: list[str]) -> None:
     """A run that is gone costs the other runs of the call nothing: the SDK drops a call that is refused."""

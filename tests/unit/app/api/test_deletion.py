@@ -9,6 +9,9 @@ import pytest
 from app import ids
 from app.errors import Unavailable
 from app.stores.objects.folder import FolderStore
+from app.stores.redis import keys
+from app.stores.redis.client import connect
+from tests.pages import in_mid_hour, listed
 from tests.unit.app.api.test_copies import delete, rebuilt, saved
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import Api
@@ -68,6 +71,7 @@ def test_a_deletion_on_a_full_disk_frees_the_checkpoints_files(api: Api, monkeyp
 def test_a_deletion_that_the_object_store_broke_off_is_ended_by_a_repeat_and_no_rebuild_restores_it(
     api: Api, state_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    in_mid_hour()
     path = saved(api)
     run = ids.TinkerPath.parse(path).model_id
     store = type(api.services.objects)
@@ -83,6 +87,9 @@ def test_a_deletion_that_the_object_store_broke_off_is_ended_by_a_repeat_and_no_
     assert [one["tinker_path"] for one in api.get("checkpoints").json["checkpoints"]] == [path]
     monkeypatch.setattr(store, "delete", works)
     delete(api, path)
+    with connect(state_url) as client:
+        entries = [entry for page in listed(client) for entry in client.hvals(keys.page(page))]
+    assert sum(b"checkpoint_delete" in entry for entry in entries) == 1, "both calls are one deletion"
     assert (api.get("checkpoints").json["checkpoints"], api.services.objects.list(f"models/{run}/weights/")) == ([], [])
     assert path not in rebuilt(api, state_url, emptied=True).checkpoints
 

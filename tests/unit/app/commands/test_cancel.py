@@ -16,6 +16,7 @@ from app.domain.records import Checkpoint, Model, Sampler, Session
 from app.domain.results import Result
 from app.errors import Fenced, Gone
 from app.settings import EngineSettings
+from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Lease
@@ -104,6 +105,25 @@ def test_a_call_that_was_done_before_keeps_its_result(oplog: RedisOpLog, tinsmit
 def test_a_repeat_finds_nothing(oplog: RedisOpLog, tinsmith: Command) -> None:
     assert tinsmith(MINE, "--yes")[0] == 0
     assert tinsmith(MINE) == (0, f"there is nothing to end in {MINE}\n", "")
+
+
+def test_a_session_that_was_used_again_is_ended_again_and_its_samples_alone_count(
+    oplog: RedisOpLog, client: redis.Redis, tinsmith: Command
+) -> None:
+    """It keeps the status of its first end."""
+    assert tinsmith("mine", "--yes")[0] == 0
+    ended, records = "22222222-6464-4143-b786-c55fc61da05a", RedisRecords(client)
+    records.put_new(Session.namespace, ended, dump(Session("mine", 0.0, status="success")))
+    for session, seq in ((MINE, 1), (ended, 0)):
+        sampler = ids.sampling_session_id(session, 0)
+        records.put_new(Sampler.namespace, sampler, dump(Sampler("mine", session, "base", 0.0)))
+        oplog.admit_sample(ids.request_id(sampler, seq), sampler, "mine", "sample.base", b"", "digest")
+    client.zrem(keys.SESSIONS_HEARD, ended)
+    code, out, _ = tinsmith("mine", "--yes", "--json")
+    assert (code, json.loads(out)) == (0, {"runs": [], "sessions": [MINE], "calls": 0, "samples": 1})
+    again = ids.request_id(ids.sampling_session_id(MINE, 0), 1)
+    assert oplog.future(again, {"mine"}).state == "failed"
+    assert tinsmith("mine") == (0, "there is nothing to end in mine\n", "")
 
 
 def test_json_names_what_was_ended(oplog: RedisOpLog, tinsmith: Command) -> None:

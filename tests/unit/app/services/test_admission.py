@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import redis
@@ -13,7 +14,9 @@ from app import create_app
 from app.api.base import EXTENSION
 from app.services import admission
 from app.settings import Settings
+from app.stores.redis import durability
 from app.stores.redis.client import connect
+from app.stores.redis.types import Admission, UnreplicatedAdmission
 from tests.servers import free_port
 from tests.unit.app.conftest import BASE, Api, batch
 
@@ -55,6 +58,42 @@ def test_a_broker_that_is_away_never_blocks_admission(api: Api, settings: Settin
     offline = Api(app.test_client(), app.extensions[EXTENSION])
     assert offline.forward_backward(batch(model, 1)).status_code == 200
     assert [waiting.seq for waiting in api.services.oplog.pending()] == [1]
+
+
+@pytest.fixture
+def unreplicated(api: Api, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Api:
+    """An API that waits for a replica, where there is none."""
+    monkeypatch.setattr(durability, "_WAIT_MS", 1)
+    engine = settings.engine.model_copy(update={"replicas": 1})
+    app = create_app(settings.model_copy(update={"engine": engine}))
+    return Api(app.test_client(), app.extensions[EXTENSION])
+
+
+def test_a_call_without_a_replica_is_dispatched_once_although_its_answer_is_a_503(api: Api, unreplicated: Api) -> None:
+    model = api.model()
+    for _ in range(3):
+        assert unreplicated.forward_backward(batch(model, 1)).status_code == 503
+    assert [m["id"] for m in messages(api, f"train.{BASE}@node")] == [f"{model}:1"]
+    assert api.forward_backward(batch(model, 1)).status_code == 200
+    assert len(messages(api, f"train.{BASE}@node")) == 1, "a repeat is not dispatched"
+
+
+def test_a_sample_without_a_replica_is_dispatched_once_and_a_throttled_one_not(
+    api: Api, unreplicated: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, prompt = api.sampler(), {"chunks": [{"tokens": [1], "type": "encoded_text"}]}
+
+    def ask(seq: int) -> None:
+        asked = {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt}
+        assert unreplicated.post("asample", asked).status_code == 503
+
+    ask(0)
+    ask(0)
+    assert [m["id"] for m in messages(api, f"sample.{BASE}")] == [f"{sampler}:0"]
+    held = UnreplicatedAdmission("no replica", Admission(f"{sampler}:1", True, None, throttled=True))
+    monkeypatch.setattr(unreplicated.services.oplog, "admit_sample", mock.Mock(side_effect=held))
+    ask(1)
+    assert len(messages(api, f"sample.{BASE}")) == 1
 
 
 class Faltering:

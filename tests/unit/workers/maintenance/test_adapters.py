@@ -83,6 +83,16 @@ def installation(client: redis.Redis, tmp_path: Path) -> Installation:
     return Installation(client, store, oplog, RedisRecords(client))
 
 
+def sweep_orphans(installation: Installation) -> None:
+    """Marks and sweeps, a moment apart."""
+    lifecycle = RedisLifecycle(installation.client, HASTY)
+    payloads = installation.oplog._payloads
+    orphans = Orphans(installation.oplog, lifecycle, installation.records, payloads, installation.store, HASTY)
+    for _ in range(2):
+        time.sleep(0.01)
+        orphans.sweep()
+
+
 def test_of_each_run_the_newest_stay_in_the_order_of_their_saves(installation: Installation):
     numbers = (9, 10, 11)  # as texts they have another order
     for number in numbers:
@@ -222,13 +232,7 @@ def test_the_files_of_a_round_that_broke_off_are_orphans(installation: Installat
         with pytest.raises(Unavailable):
             installation.round()
     assert len(installation.stored()) == 4
-    lifecycle = RedisLifecycle(installation.client, HASTY)
-    orphans = Orphans(
-        installation.oplog, lifecycle, installation.records, installation.oplog._payloads, installation.store, HASTY
-    )
-    for _ in range(2):
-        time.sleep(0.01)
-        orphans.sweep()
+    sweep_orphans(installation)
     assert installation.stored() == {installation.prefix(number) for number in (2, 3)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import redis
@@ -113,6 +114,30 @@ def test_an_object_that_cannot_be_deleted_keeps_nothing_from_moving(oplog, clien
     with pytest.raises(Unavailable):
         PayloadSpilling(RedisPayloads(client, SETTINGS, stubborn)).sweep()
     assert len(stubborn.list("payloads")) == 1
+
+
+def test_an_object_that_cannot_be_deleted_keeps_no_other_and_is_named(client, stubborn):
+    names = [f"payloads/{name}/a" for name in ("stuck", "old", "older", "oldest")]
+    for name in names:
+        stubborn.put_new(name, b"x")
+    client.sadd(keys.SPILL_GARBAGE, *names)
+    stubborn.refused.append("stuck")
+    payloads = RedisPayloads(client, SETTINGS, stubborn)
+    with pytest.raises(Unavailable, match="payloads/stuck/a cannot be deleted: the folder belongs to another user"):
+        payloads.remove_garbage()
+    assert stubborn.list("payloads") == ["payloads/stuck/a"]
+    assert client.smembers(keys.SPILL_GARBAGE) == {b"payloads/stuck/a"}
+    stubborn.refused.clear()
+    assert payloads.remove_garbage() == 1
+
+
+def test_a_store_that_is_away_is_not_asked_for_each_object(client, stubborn, monkeypatch):
+    client.sadd(keys.SPILL_GARBAGE, *(f"payloads/stuck{number}/a" for number in range(20)))
+    asked = mock.Mock(side_effect=Unavailable("the store is away"))
+    monkeypatch.setattr(stubborn, "delete", asked)
+    with pytest.raises(Unavailable):
+        RedisPayloads(client, SETTINGS, stubborn).remove_garbage()
+    assert asked.call_count == 1 + 3
 
 
 def test_a_payload_that_cannot_be_moved_keeps_neither_others_nor_results_nor_garbage(oplog, client, stubborn):

@@ -6,7 +6,7 @@ import pytest
 
 from app.domain.records import Model
 from app.domain.results import Result
-from app.errors import BadRequest, Unavailable
+from app.errors import BadRequest, Gone, Unavailable
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
@@ -40,6 +40,40 @@ def test_a_refused_call_that_leaves_too_many_others_missing_stores_nothing(oplog
         assert not oplog.refuse(MODEL, seq, "why", "lost_batch")
     assert size(client) == before
     assert oplog.refuse(MODEL, MOST_MISSING + 1, "why", "lost_batch")
+
+
+def fail_creation(oplog) -> None:
+    admit(oplog, 0, "create_model")
+    oplog.commit(own(oplog), 0, Result.failure("why"))
+
+
+def test_a_model_whose_creation_failed_takes_no_calls_and_its_journal_does_not_grow(oplog, client):
+    fail_creation(oplog)
+    before = size(client)
+    for seq in (1, 2, 5, MOST_MISSING + 2):
+        with pytest.raises(Gone, match="the creation of this model failed, so it takes no calls; create a new model"):
+            admit(oplog, seq)
+        assert not oplog.refuse(MODEL, seq, "why", "lost_batch")
+    assert (size(client), client.zcard(keys.journal(MODEL))) == (before, 1)
+    assert not oplog.admit(MODEL, 0, "create_model", b"payload 0", "digest 0").fresh, "the failed call is known"
+    with pytest.raises(BadRequest, match="used before with other content"):
+        admit(oplog, 0, "create_model", "other content")
+
+
+def test_calls_that_were_sent_before_the_creation_failed_are_answered_one_by_one(oplog):
+    admit(oplog, 2)
+    admit(oplog, 4)
+    fail_creation(oplog)
+    assert not oplog.admit(MODEL, 2, "forward_backward", b"payload 2", "digest 2").fresh
+    admit(oplog, 1)
+    assert oplog.refuse(MODEL, 3, "why", "lost_batch"), "the call behind it waits for it"
+    with pytest.raises(Gone):
+        admit(oplog, 5)
+    lease = own(oplog)
+    for seq in range(1, 5):
+        oplog.commit(lease, seq, Result.failure("the model is not loaded"))
+    with pytest.raises(Gone):
+        admit(oplog, 5)
 
 
 def notes(client) -> int:

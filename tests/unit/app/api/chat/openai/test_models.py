@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from urllib.parse import quote
 
@@ -9,12 +10,15 @@ from werkzeug.test import TestResponse
 
 from app import ids
 from app.domain.records import Sampler, Session
+from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.client import connect
+from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import load
 from tests.unit.app.api.chat.openai.caller import OAI, OpenAi
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, OTHER_KEY
+from workers.maintenance.adapters import EphemeralAdapters
 
 
 def test_ones_own_checkpoint_is_a_model_and_anothers_looks_missing(openai: OpenAi):
@@ -41,6 +45,25 @@ def test_a_path_saved_anew_is_sampled_as_it_is_now(openai: OpenAi):
         openai.completion(model=save_checkpoint(openai.api, model, "sampler_weights", prefix=prefix))
     stored = [load(Sampler, fields).prefix for _, fields in openai.api.services.records.list("samplers")]
     assert sorted(stored) == ["models/new", "models/old"]
+
+
+def test_a_sampler_that_ended_unused_is_made_again_by_the_next_call(openai: OpenAi, state_url: str):
+    openai.standin.says("cd")
+    services = openai.api.services
+    path = save_checkpoint(openai.api, openai.api.model(), "sampler_weights", prefix="models/x")
+    openai.completion(model=path)
+    [sampler_id] = services.records.ids("samplers", "")
+    with connect(state_url) as client:
+        unused = RedisLifecycle(client, EngineSettings(ephemeral_s=0.001))
+        time.sleep(0.01)
+        EphemeralAdapters(unused, services.records, services.objects, EngineSettings()).sweep()
+        assert list(services.records.ids("samplers", "")) == []
+        assert openai.completion(model=path)["choices"][0]["text"] == "cd"
+        assert list(services.records.ids("samplers", "")) == [sampler_id]
+        services.records.update("samplers", sampler_id, {"created": "0"})
+        lifecycle = RedisLifecycle(client, EngineSettings())
+        EphemeralAdapters(lifecycle, services.records, services.objects, EngineSettings()).sweep()
+        assert list(services.records.ids("samplers", "")) == [sampler_id], "it was used just now"
 
 
 def retrieved(openai: OpenAi, model: str) -> TestResponse:
