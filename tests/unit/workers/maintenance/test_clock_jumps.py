@@ -16,7 +16,7 @@ from app.stores.redis.records import RedisRecords, dump
 from tests import assembly
 from tests.pages import age, in_mid_hour, listed
 from tests.unit.workers.maintenance.test_sessions import HOUR_MS, take_calls
-from workers.process.parts import sweeper
+from workers.process.parts import maintenance
 
 MODEL = "session:train:0"
 PATH = f"tinker://{MODEL}/weights/a"
@@ -30,7 +30,7 @@ class World:
         self._client, self._records = client, RedisRecords(client)
         self._store = FolderStore(folder, "secret", "http://x")
         oplog = RedisOpLog(client, ENGINE, self._store)
-        self._sweeper = sweeper(assembly.parts(client, Settings(engine=ENGINE), "node/boot", oplog, self._store))
+        self._sweeper = maintenance(assembly.parts(client, Settings(engine=ENGINE), "node/boot", oplog, self._store))
         now = self._records.now()
         prefix = f"models/{MODEL}/weights/a/4-1"
         saved = Checkpoint("me", MODEL, "weights", "base", prefix, 0.0, 1, {}, ["a"], expires_at=now - 1)
