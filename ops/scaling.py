@@ -1,4 +1,5 @@
-"""Lays out models of many GPUs on paper: bytes of a rank and seconds of a step, in the tables of docs/scaling.md.
+"""Lays out models on paper: bytes of a rank and seconds of a step on many GPUs, in the tables of docs/scaling.md, and
+the layers to compute again on one card, in the table of docs/setup.md.
 
 `python -m ops.scaling` writes them there.
 
@@ -10,7 +11,7 @@ measurement on a stand-in for a GPU, and whole ranks with peaks that an H200 mea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,14 +19,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from app.domain.adapters import Shape
+from app.stack.hardware import SHARED
+from ops.gpu_check import shapes
 from workers.backends.training.lm_head import ChunkSizes
 from workers.backends.training.memory import USABLE_ON_GPU, Footprint, choose
 from workers.models import experts, lora
 
-PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+_DOCS = Path(__file__).parents[1] / "docs"
 _TABLES = re.compile(r"(?<=<!-- ops\.scaling -->\n).*?(?=<!-- end -->)", re.DOTALL)
 STEP_TOKENS = 32_768
 _DATUM = 8192
@@ -59,6 +62,18 @@ CONFIGS: Mapping[str, PretrainedConfig] = {
         num_experts_per_tok=8,
         decoder_sparse_step=1,
         mlp_only_layers=[],
+        tie_word_embeddings=False,
+    ),
+    **{f"Qwen3-{size}": shapes.config(size) for size in ("0.6B", "4B", "8B")},
+    # Sizes from the config.json of Qwen/Qwen3-32B.
+    "Qwen3-32B": Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=5120,
+        intermediate_size=25_600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
         tie_word_embeddings=False,
     ),
 }
@@ -295,14 +310,52 @@ def _pass(rank: Rank, tokens: int) -> str:
     if again is None:
         return "does not fit"
     found = (rank.activations(tokens, again) + rank.head(tokens)) / 1e9
-    layers = f"{again} of {rank.model.layers}" if again <= rank.model.layers else "all, their inputs on the host"
-    return f"{found:.1f}; {layers}"
+    return f"{found:.1f}; {_recomputed(again, rank.model.layers)}"
 
 
-def written(page: str) -> str:
-    """The page with today's tables."""
-    return _TABLES.sub(lambda _: tables() + "\n", page)
+def _recomputed(again: int | None, layers: int) -> str:
+    """The layers that are computed again, as in `Rank.again`; empty where nothing fits."""
+    if again is None:
+        return ""
+    return f"{again} of {layers}" if again <= layers else "all, their inputs on the host"
+
+
+CARDS = (24, 48, 80, 141)
+"""Memory of one card in GB (10⁹ bytes)."""
+_ON_A_CARD = (
+    *((f"Qwen3-{size}", "bfloat16") for size in ("0.6B", "4B", "8B", "32B")),
+    *((f"Qwen3-{size}", "nf4") for size in ("8B", "32B")),
+)
+_CARDS_HEAD = f"""
+| Layers computed again | base + adapter | {" | ".join(f"{size} GB" for size in CARDS)} |
+|---|---|{"---|" * len(CARDS)}
+"""
+
+
+def cards() -> str:
+    """The table of the page: a trainer with a card of its own, and one that shares it with a sampler."""
+    return _CARDS_HEAD + "".join(
+        _card_row(name, Settings(dtype=dtype), share) for share in (1, SHARED) for name, dtype in _ON_A_CARD
+    )
+
+
+def _card_row(name: str, settings: Settings, share: float) -> str:
+    model = Model(CONFIGS[name])
+    ranks = [Rank(model, Machine("card", 1, size * 1e9 * share), settings) for size in CARDS]
+    first = name + (f" in {settings.dtype}" if settings.dtype == "nf4" else "") + ("" if share == 1 else ", shared")
+    cells = [f"{ranks[0].base() / 1e9:.1f} + {ranks[0].adapter() / 1e9:.1f} GB"]
+    cells += [_recomputed(rank.again(_DATUM), model.layers) or "does not fit" for rank in ranks]
+    return f"| {' | '.join([first, *cells])} |\n"
+
+
+PAGES: Mapping[Path, Callable[[], str]] = {_DOCS / "scaling.md": tables, _DOCS / "setup.md": cards}
+
+
+def written(page: Path) -> str:
+    """The text of the page with today's tables."""
+    return _TABLES.sub(lambda _: PAGES[page]() + "\n", page.read_text())
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    for path in PAGES:
+        path.write_text(written(path))

@@ -24,6 +24,7 @@ ELSEWHERE = {
     "README.md: .venv/bin/tinsmith init": "a download of 1.2 GB; the fixture runs `tinsmith up` with a tiny model",
     "anthropic.md: export ANTHROPIC": "the reader's own program",
     "captures.md: import": "tests/unit/app/api/chat/test_captures.py trains on kept answers",
+    "checkpoints.md: from pathlib": "test_resuming.py runs it, and again from its second step",
     "containers.md": "Docker and the network; `make compose-train` runs the same stack",
     "examples.md": "test_examples.py runs each example",
     "flower.md": "it runs until it is stopped; test_flower.py runs it",
