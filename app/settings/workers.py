@@ -167,7 +167,7 @@ class SamplerSettings(Section):
 
     @property
     def loaded_loras(self) -> int:
-        """Adapters that stay loaded: one that comes back within four turns is not read again."""
+        """Adapters that stay loaded where memory allows: one that comes back within four turns is not read again."""
         return 4 * self.max_loras
 
     @property

@@ -19,6 +19,8 @@ from app.settings import BaseModelSettings
 from ops.bench import side, timing
 from ops.bench.bare_sampler import requests, write_adapters
 from workers.backends.sampling.vllm import engine as vllm_engine
+from workers.backends.sampling.vllm.arguments import engine_args
+from workers.models import base_model
 
 Samples = dict[str, list[float]]
 
@@ -32,9 +34,8 @@ def prepare() -> Callable[[int], Samples]:
     from vllm.lora.request import LoRARequest
 
     config = AutoConfig.from_pretrained(settings.path)
-    engine = LLM(
-        **vllm_engine.engine_args(settings, settings.max_context or config.max_position_embeddings, settings.dtype)
-    )
+    context = settings.max_context or config.max_position_embeddings
+    engine = LLM(**engine_args(settings, base_model.skeleton(settings), context, settings.dtype))
     folder = Path(tempfile.mkdtemp(prefix="tinsmith-bench-"))
     adapter = LoRARequest("a0", 1, str(write_adapters(settings.path, folder)["a0"]))
     asked = requests(config.vocab_size, int(sys.argv[2]))

@@ -16,9 +16,11 @@ from app.settings import BaseModelSettings
 from tests.conformance.samplers import BACKENDS
 from tests.models import VOCAB_SIZE, byte_tokenizer
 from tests.parity import architectures
-from tests.parity.test_sampled_architectures import SPEC, compare, sampled, trained
+from tests.parity.test_sampled_architectures import SPEC, check, compare, sampled, trained
 from workers.backends.sampling.base import create
+from workers.backends.sampling.vllm import engine
 from workers.backends.training.base import Create
+from workers.models import coverage
 
 ALL = bool(os.environ.get("TINSMITH_FAMILIES_ALL"))
 
@@ -41,13 +43,20 @@ def a_vocabulary_that_vllm_pads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(architectures.CASES["olmo3"][1], "vocab_size", VOCAB_SIZE + 3)
 
 
+@pytest.fixture(autouse=True)
+def a_head_that_is_too_large_for_an_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3's vocabulary is beyond the largest head that vLLM takes adapters on."""
+    monkeypatch.setitem(architectures.CASES["gemma3"][1], "vocab_size", 262_144)
+
+
 @pytest.mark.parametrize("case", architectures.VLLM if ALL else architectures.VLLM_ALWAYS)
 def test_vllm_has_the_trainers_logprobs_with_and_without_an_adapter(case: str, tmp_path: Path) -> None:
     base = architectures.build(case, tmp_path / "base", head_dim=32)
     byte_tokenizer().save_pretrained(base)
     sampler = create(settings(base))
-    # Where the head is the embedding itself (Gemma, Gemma 2, Cohere), vLLM takes no adapter on it.
+    # Where the head is the embedding itself (Gemma, Gemma 2, Cohere) or too large, vLLM takes no adapter on it.
     spec = replace(SPEC, train_unembed="unembed" in sampler.open().trainable_groups)
+    assert not (case == "gemma3" and spec.train_unembed)
     trainer = trained(base, tmp_path / "adapter", spec)
     trainer.apply({"base": Create(spec)})  # a new adapter adds nothing
     sampler.load("m", tmp_path / "adapter")
@@ -55,6 +64,23 @@ def test_vllm_has_the_trainers_logprobs_with_and_without_an_adapter(case: str, t
     sampler.close()
     for model, sequences in found.items():
         compare(sequences, trainer, model, atol=1e-3)
+
+
+def test_vllm_serves_adapters_on_the_linears_that_its_arguments_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They name the linears of a model with experts. The CPU build does not run experts beside adapters, so a model
+    without experts has these arguments here."""
+    base = architectures.build("llama", tmp_path / "base", head_dim=32)
+    byte_tokenizer().save_pretrained(base)
+    sampler = create(settings(base))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "check_experts", lambda *_: None)
+        patch.setattr(coverage, "has_experts", lambda _: True)
+        assert sampler.open().trainable_groups == ("attn", "unembed")
+    trainer = trained(base, tmp_path / "adapter", replace(SPEC, train_mlp=False))
+    sampler.load("m", tmp_path / "adapter")
+    check(sampler, trainer, atol=1e-3)
 
 
 @pytest.mark.parametrize("case", architectures.VLLM_FULL if ALL else architectures.VLLM_FULL[:1])

@@ -333,6 +333,10 @@ class SamplerInTurns:
     def batch(self) -> int:
         return self._backend.batch
 
+    @property
+    def adapter_capacity(self) -> int:
+        return self._backend.adapter_capacity
+
     def load(self, adapter_id: str, folder: Path) -> None:
         with self.turns.use():
             with self._evicting:

@@ -90,11 +90,14 @@ class Adapters:
                 self._evict_unused()
             yield
         finally:
-            with self._lock:
-                self._in_use[prefix] -= 1
-                if not self._in_use[prefix] and prefix not in self._loaded:
-                    del self._loading[prefix], self._in_use[prefix]
+            self._leave(prefix)
             self._evict_unused()
+
+    def _leave(self, prefix: str) -> None:
+        with self._lock:
+            self._in_use[prefix] -= 1
+            if not self._in_use[prefix] and prefix not in self._loaded:
+                del self._loading[prefix], self._in_use[prefix]
 
     def _load(self, prefix: str, folder: Path) -> None:
         with self._lock:
@@ -110,14 +113,29 @@ class Adapters:
         telemetry.ADAPTER_USES.labels("miss").inc()
 
     def _evict_unused(self) -> None:
-        with self._lock:
-            surplus = len(self._loaded) - self._most
-            unused = [prefix for prefix in self._loaded if not self._in_use[prefix]][: max(surplus, 0)]
-            for prefix in unused:
-                del self._loaded[prefix], self._loading[prefix], self._in_use[prefix]
+        """Evicts unused adapters without the lock: a busy engine evicts one only between two steps. A request for that
+        adapter waits meanwhile, and then loads it again."""
+        while (prefix := self._take_surplus()) is not None:
+            try:
                 self._backend.evict(prefix)
                 self._files.release(prefix)
-            telemetry.ADAPTERS.set(len(self._loaded))
+            finally:
+                self._loading[prefix].release()
+                self._leave(prefix)
+
+    def _take_surplus(self) -> str | None:
+        """Removes an unused adapter from those that are loaded, if they are too many, and takes its loading lock.
+
+        The lock is free: only a request that uses the adapter holds it."""
+        with self._lock:
+            unused = (prefix for prefix in self._loaded if not self._in_use[prefix])
+            prefix = next(unused, None) if len(self._loaded) > self._most else None
+            if prefix is not None:
+                self._loading[prefix].acquire()
+                self._in_use[prefix] += 1
+                del self._loaded[prefix]
+                telemetry.ADAPTERS.set(len(self._loaded))
+            return prefix
 
 
 class AdapterScheduler:

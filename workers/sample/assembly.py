@@ -107,5 +107,5 @@ def _adapters(parts: Parts, serving: Serving[SamplerBackend], fair_queue: FairQu
         in_place=serving.full,
     )
     at_a_time = 1 if serving.full else sampler.max_loras
-    loaded = 1 if serving.full else sampler.loaded_loras
-    return Adapters(serving.backend, files, AdapterScheduler(at_a_time, fair_queue), loaded, serving.gpu_turn)
+    scheduler, capacity = AdapterScheduler(at_a_time, fair_queue), serving.backend.adapter_capacity
+    return Adapters(serving.backend, files, scheduler, capacity, serving.gpu_turn)

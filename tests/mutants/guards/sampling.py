@@ -117,6 +117,36 @@ MUTANTS = (
         "tests/unit/workers/backends/sampling/vllm/test_vllm_setup.py"
         "::test_float32_is_refused_on_a_gpu_where_adapters_are_served",
     ),
+    Mutant(
+        "vllm: no memory for adapters on experts",
+        "workers/backends/sampling/vllm/arguments.py",
+        "if not coverage.has_experts(skeleton):",
+        "if True:",
+        f"{_ENGINES}/vllm/test_arguments.py::test_vllm_reserves_memory_for_adapters_on_no_expert",
+    ),
+    Mutant(
+        "vllm: loaded adapters fit in their share of the host memory",
+        "workers/backends/sampling/vllm/arguments.py",
+        "min(sampler.loaded_loras, fit)",
+        "sampler.loaded_loras",
+        f"{_ENGINES}/vllm/test_arguments.py"
+        "::test_no_more_adapters_stay_loaded_than_fit_in_a_quarter_of_the_host_memory",
+    ),
+    Mutant(
+        "vllm: a head that is too large is not declared",
+        "workers/backends/sampling/vllm/patches.py",
+        " if model.logits_processor.vocab_size <= MOST_HEAD_TOKENS else {}",
+        "",
+        f"{_ENGINES}/vllm/test_groups.py::test_vllm_is_told_of_a_head_up_to_the_largest_that_it_takes",
+    ),
+    Mutant(
+        "adapters: one that is evicted is not used before it is loaded again",
+        "workers/sample/adapters.py",
+        "with self._gpu_turn(handle), loading:",
+        "with self._gpu_turn(handle):",
+        "tests/unit/workers/sample/test_evictions.py"
+        "::test_an_adapter_that_is_wanted_again_while_it_is_evicted_is_loaded_again",
+    ),
     # Projects share a batch.
     Mutant(
         "batch: a project above its share gives rows up",

@@ -54,6 +54,11 @@ class SamplerBackend(Protocol):
         """Sequences that it decodes together. Known once it is open."""
         ...
 
+    @property
+    def adapter_capacity(self) -> int:
+        """Adapters that the caller keeps loaded while no request uses them. Known once it is open."""
+        ...
+
     def load(self, adapter_id: str, folder: Path) -> None:
         """Makes the adapter in `folder` usable; a loaded id stays as it is. The caller keeps `folder` until `evict`.
 

@@ -45,7 +45,7 @@ class SlowTrainer(VectorBackend):
 
 
 class SlowSampler:
-    batch = 64
+    batch, adapter_capacity = 64, 8
 
     def sample(
         self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None

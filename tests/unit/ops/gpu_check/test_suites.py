@@ -13,7 +13,9 @@ from ops.gpu_check.__main__ import goals
 from ops.gpu_check.suites import SUITES, Suite, run
 from tests.conformance.samplers import CONTEXT, PROMPTS, make_reference, settings_of
 from tests.models import tiny_qwen3
-from workers.backends.sampling.vllm.engine import check_dtype, engine_args
+from workers.backends.sampling.vllm.arguments import engine_args
+from workers.backends.sampling.vllm.engine import check_dtype
+from workers.models import base_model
 
 ROOT = Path(__file__).parents[4]
 DEADLINE_S = 600
@@ -100,7 +102,7 @@ def test_the_suites_of_vllm_have_a_dtype_that_it_serves_adapters_in(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     settings = settings_of(name, tmp_path)
     assert settings.dtype == dtype
-    check_dtype(settings, engine_args(settings, CONTEXT, settings.dtype))
+    check_dtype(settings, engine_args(settings, base_model.skeleton(settings), CONTEXT, settings.dtype))
 
 
 def test_the_limits_of_bf16_tell_one_adapter_or_seed_from_another(tmp_path: Path) -> None:

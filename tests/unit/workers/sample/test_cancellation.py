@@ -45,7 +45,7 @@ OUTPUT = SampleOutput((SampledSequence(np.array([1], np.int32), np.array([-1.0],
 class HeldBackend:
     """Runs a request until it is released or aborted, like an engine."""
 
-    batch = 64
+    batch, adapter_capacity = 64, 8
 
     release: threading.Event = field(default_factory=threading.Event)
     begun: list[int] = field(default_factory=list)

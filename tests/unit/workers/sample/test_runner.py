@@ -49,7 +49,7 @@ def backend(base: BaseModelSettings) -> Iterator[SamplerBackend]:
 class Engine:
     """The parts of an engine that no request asks for."""
 
-    batch = 64
+    batch, adapter_capacity = 64, 8
 
     def healthy(self) -> bool:
         return True

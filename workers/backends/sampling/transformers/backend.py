@@ -44,6 +44,7 @@ class TransformersSampler:
     def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
         self._settings, self._full = settings, full
         self.batch = settings.sampler.max_batch or BATCH
+        self.adapter_capacity = 1 if full else settings.sampler.loaded_loras
 
     def open(self) -> BaseModelInfo:
         kv_cache.check_samples(self._settings)

@@ -24,13 +24,14 @@ from app.settings import BaseModelSettings
 from workers.backends import devices
 from workers.backends.sampling import token_sampler, vocabulary
 from workers.backends.sampling.base import RequestHandle, check_request, token_limit
+from workers.backends.sampling.vllm import arguments as vllm_arguments
 from workers.backends.sampling.vllm import engine as vllm_engine
 from workers.backends.sampling.vllm import patches
 from workers.backends.sampling.vllm import requests as vllm_requests
 from workers.backends.sampling.vllm.engine import EngineThread
 from workers.backends.sampling.vllm.requests import Sample, may_read_cache
 from workers.backends.sampling.vllm.slots import SequenceSlots, without_reserve
-from workers.models import base_model, experts, full_weights, lora, packed, peft_files
+from workers.models import base_model, full_weights, lora, packed, peft_files
 
 _NATIVE_PLACE = re.compile(r"\[[0-9:]+\] /[^ ]+: ")
 """The time and source line with which xgrammar's C++ begins an error: "[21:14:23] /project/cpp/x.cc:4944: "."""
@@ -40,6 +41,7 @@ class VllmSampler:
     """A SamplerBackend (workers/backends/sampling/base.py) over vLLM's own processes."""
 
     batch: int
+    adapter_capacity = 1
     _weights: VllmAdapters | VllmFullFinetuneModel
 
     def __init__(self, settings: BaseModelSettings, *, full: bool = False) -> None:
@@ -67,11 +69,12 @@ class VllmSampler:
             self._settings.dtype, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         )
         info = base_model.describe(self._settings, skeleton, dtype)
+        computes_in = str(dtype).removeprefix("torch.")
+        if not self._full:
+            self.adapter_capacity = vllm_arguments.adapter_capacity(self._settings, skeleton, computes_in)
         vllm_engine.check_query_scaling(self._settings, skeleton, info.max_context)
         self._end_tokens = vocabulary.load_vocabulary(self._settings).end_tokens
-        arguments = vllm_engine.engine_args(
-            self._settings, info.max_context, str(dtype).removeprefix("torch."), full=self._full
-        )
+        arguments = vllm_arguments.engine_args(self._settings, skeleton, info.max_context, computes_in, full=self._full)
         vllm_engine.check_dtype(self._settings, arguments)
         self._engine = self._start(arguments, packed.format_of(skeleton.config, self._settings.name))
         config = self._engine.engine.vllm_config
@@ -158,9 +161,8 @@ class VllmSampler:
         return adapters
 
     def _adaptable(self, info: BaseModelInfo, skeleton: nn.Module) -> BaseModelInfo:
-        """Removes the parts of the model that vLLM takes no adapter for. Experts are among them: nothing has shown that
-        vLLM applies these adapters rightly."""
-        without = {"mlp"} if experts.paths(skeleton) else set()
+        """Removes the parts of the model that vLLM takes no adapter for."""
+        without = {group for group, paths in vllm_arguments.adapted(skeleton).items() if not paths}
         if not all(self._engine.call(lambda engine: engine.collective_rpc("adapts_head"))):
             without.add("unembed")
         groups = tuple(group for group in info.trainable_groups if group not in without)

@@ -1,4 +1,4 @@
-"""Runs vLLM's AsyncLLM on its own asyncio loop, with the environment and arguments it starts with."""
+"""Runs vLLM's AsyncLLM on its own asyncio loop, with the environment it starts in and the checks before."""
 
 from __future__ import annotations
 
@@ -16,21 +16,16 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from app.domain.sampling import MAX_TOP
 from app.errors import ServerOpError, SetupError, UnservableModel
 from app.settings import CUDA_BUILDS, BaseModelSettings
 from workers.backends.failures import StallDetector
-from workers.backends.sampling.base import BATCH, Aborted, RequestHandle
-from workers.backends.sampling.vllm.slots import with_reserve
-from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE, Extension
+from workers.backends.sampling.base import Aborted, RequestHandle
+from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE
 from workers.models import coverage
 from workers.models.base_model import local_path
 
 T = TypeVar("T")
 _AGAIN_S = 0.02
-
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-_CPU_MEMORY = 4 * 2**30
 
 
 class EngineThread:
@@ -319,58 +314,3 @@ def set_environment(settings: BaseModelSettings) -> None:
     sources = (settings.path, settings.tokenizer or settings.path)
     if all(Path(local_path(source)).exists() for source in sources):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-def engine_args(settings: BaseModelSettings, max_context: int, dtype: str, *, full: bool = False) -> dict[str, Any]:
-    """Returns vLLM's engine arguments; `settings.sampler.engine_args` wins. With `full` it takes no adapters."""
-    sampler = settings.sampler
-    on_gpu = torch.cuda.is_available()
-    return {
-        "model": local_path(settings.path),
-        "tokenizer": local_path(settings.tokenizer or settings.path),
-        "dtype": dtype,
-        "max_model_len": max_context,
-        "tensor_parallel_size": sampler.tensor_parallel,
-        "enforce_eager": not on_gpu,  # compiling for the CPU takes 80 s and gains little
-        "logprobs_mode": "raw_logprobs",
-        "max_logprobs": MAX_TOP,  # vLLM's own limit is 20
-        "disable_log_stats": True,
-        # vLLM's "auto" may choose a library that follows a schema only in part, and the first request's for all others.
-        # Without free white space a sample cannot go on with it for ever.
-        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-        "worker_extension_cls": f"{Extension.__module__}.{Extension.__name__}",
-        **_sequences(sampler.max_batch, on_gpu),
-        **_memory(sampler.memory_share, on_gpu),
-        **({"enable_sleep_mode": True} if sampler.sleep and on_gpu else {}),
-        **({} if full else _adapters(settings, on_gpu)),
-        **sampler.engine_args,
-    }
-
-
-def lora_rank(max_rank: int) -> int:
-    """Returns vLLM's smallest rank setting that holds `max_rank`. Raises SetupError beyond its greatest."""
-    for rank in _RANKS:
-        if rank >= max_rank:
-            return rank
-    raise SetupError(f"max_rank is {max_rank}, but vLLM supports at most {_RANKS[-1]}; lower it, or use transformers")
-
-
-def _adapters(settings: BaseModelSettings, on_gpu: bool) -> dict[str, Any]:
-    of_base = int(not on_gpu)  # on a CPU the base takes one slot (see VllmAdapters)
-    at_a_time = settings.sampler.engine_args.get("max_loras", settings.sampler.max_loras + of_base)
-    return {
-        "enable_lora": True,
-        "max_loras": at_a_time,
-        # vLLM keeps no more than max_loras by itself, and reads the others from their files again at each turn.
-        "max_cpu_loras": max(at_a_time, settings.sampler.loaded_loras + of_base),
-        "max_lora_rank": lora_rank(settings.max_rank),
-    }
-
-
-def _sequences(most: int, on_gpu: bool) -> dict[str, int]:
-    """With 0 vLLM chooses by the GPU: 256, or 1,024 on an H100 or larger (`EngineArgs.get_batch_defaults` of 0.32)."""
-    return {} if on_gpu and not most else {"max_num_seqs": with_reserve(most or BATCH)}
-
-
-def _memory(share: float, on_gpu: bool) -> dict[str, float]:
-    return {"gpu_memory_utilization": share} if on_gpu else {"kv_cache_memory_bytes": int(share * _CPU_MEMORY)}

@@ -11,7 +11,8 @@ assigns them, and does so for caches of mixed precision alone; here, always.
 
 **lm_head.** vLLM lacks adapters on lm_head for classes that do not declare it (Qwen2 and Mistral), and new weights for
 one that is tied. Its LoRA code handles any lm_head that its class names in `embedding_modules`; those classes have one
-and just do not name it. A class without an lm_head of its own (Gemma's is the embedding) stays as it is.
+and just do not name it. A class without an lm_head of its own (Gemma's is the embedding) stays as it is. With a
+vocabulary above 258,048 (Gemma 3) a named lm_head ends the start, so none is named.
 
 **prompt_logprobs under an adapter on lm_head.** vLLM maps rows of the head's input to adapters by the tokens it
 samples, one for each request. To score a prompt it runs the head over a slice of the batch's hidden states with that
@@ -44,6 +45,8 @@ from torch import Tensor
 from workers.backends.sampling.vocabulary import seen
 
 _MASK = "tinsmith_mask"
+MOST_HEAD_TOKENS = 258_048
+"""The largest vocabulary whose head vLLM takes adapters on (LogitsProcessorWithLoRA of vLLM 0.32)."""
 
 
 def repair_cpu() -> None:
@@ -101,7 +104,9 @@ def declare_lm_heads() -> None:
 
     def load_lora_model(self: Any, model: Any, *args: Any) -> Any:
         if hasattr(model, "lm_head") and hasattr(model, "logits_processor"):
-            model.embedding_modules = {**model.embedding_modules, "lm_head": "output_embeddings"}
+            others = {name: kind for name, kind in model.embedding_modules.items() if name != "lm_head"}
+            head = {"lm_head": "output_embeddings"} if model.logits_processor.vocab_size <= MOST_HEAD_TOKENS else {}
+            model.embedding_modules = {**others, **head}
         return load(self, model, *args)
 
     LoRAModelRunnerMixin.load_lora_model = load_lora_model

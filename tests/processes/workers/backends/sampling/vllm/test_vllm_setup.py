@@ -49,9 +49,12 @@ START = """
 import json, sys
 from app.errors import UnservableModel
 from app.settings import BaseModelSettings
-from workers.backends.sampling.vllm.engine import EngineThread, engine_args
+from workers.backends.sampling.vllm.arguments import engine_args
+from workers.backends.sampling.vllm.engine import EngineThread
+from workers.models import base_model
+settings = BaseModelSettings(name="n", path=sys.argv[1])
 try:
-    EngineThread(engine_args(BaseModelSettings(name="n", path=sys.argv[1]), 64, "float32"))
+    EngineThread(engine_args(settings, base_model.skeleton(settings), 64, "float32"))
 except UnservableModel as error:
     print("refused:", error)
 """

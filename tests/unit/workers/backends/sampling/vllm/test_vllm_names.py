@@ -8,6 +8,7 @@ import inspect
 import os
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from vllm.platforms import current_platform
 
 from app.settings import BaseModelSettings
 from app.settings.workers import SPECULATION
-from workers.backends.sampling.vllm.engine import engine_args, set_environment
+from tests.parity import architectures
+from workers.backends.sampling.vllm.arguments import engine_args
+from workers.backends.sampling.vllm.engine import set_environment
+from workers.models import base_model
 
 _ADD_LORA = ("self", "y", "x", "lora_a_stacked", "lora_b_stacked", "scale")
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
@@ -126,8 +130,10 @@ def test_an_object_has_the_attributes(name: str):
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_the_engine_takes_the_arguments(full: bool):
-    given = engine_args(BaseModelSettings(name="base", path="/m"), 64, "float32", full=full)
+def test_the_engine_takes_the_arguments(full: bool, tmp_path: Path):
+    settings = BaseModelSettings(name="base", path=str(architectures.build("qwen3-vl-moe", tmp_path)))
+    given = engine_args(settings, base_model.skeleton(settings), 64, "float32", full=full)
+    assert given["language_model_only"] and ("lora_target_modules" in given) != full
     assert given.keys() <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from pydantic import BaseModel, ValidationError, field_validator
 
-from app.domain.sampling import MAX_TOP
 from app.errors import SetupError, UnservableModel
-from app.settings import BaseModelSettings, SamplerSettings
+from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
 from tests.parity import architectures
 from workers.backends.sampling import vllm
+from workers.backends.sampling.vllm.arguments import engine_args
 from workers.backends.sampling.vllm.backend import VllmSampler
 from workers.backends.sampling.vllm.engine import (
     _explained,
@@ -25,8 +25,6 @@ from workers.backends.sampling.vllm.engine import (
     check_install,
     check_latent_attention,
     check_query_scaling,
-    engine_args,
-    lora_rank,
     set_environment,
 )
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE
@@ -100,48 +98,6 @@ def test_a_model_whose_classes_need_torchvision_is_refused_with_that_reason() ->
     assert all(part in str(error) for part in ("mistral-3", "torchvision", "transformers"))
 
 
-def test_the_rank_is_rounded_up_to_one_vllm_takes():
-    assert [lora_rank(rank) for rank in (1, 8, 9, 64, 65, 257, 512)] == [8, 8, 16, 64, 128, 320, 512]
-    with pytest.raises(SetupError, match="max_rank is 513"):
-        lora_rank(513)
-
-
-def test_the_operators_engine_arguments_win():
-    sampler = SamplerSettings(max_loras=3, max_batch=5, memory_share=0.5, engine_args={"max_num_seqs": 9, "seed": 1})
-    args = engine_args(BaseModelSettings(name="n", path="~/m", max_rank=20, sampler=sampler), 100, "float32")
-    assert args["model"] == str(Path.home() / "m")
-    assert (args["max_num_seqs"], args["seed"], args["max_model_len"], args["max_lora_rank"]) == (9, 1, 100, 32)
-    # On a CPU the base model takes a fourth slot, and half of 4 GiB is 2.
-    assert (args["max_loras"], args["kv_cache_memory_bytes"]) == (4, 2 * 2**30)
-    # All adapters that the sampler keeps loaded stay in vLLM's memory.
-    assert args["max_cpu_loras"] == sampler.loaded_loras + 1 == 13
-
-
-def test_vllm_keeps_no_fewer_adapters_than_the_operator_lets_run_together():
-    sampler = SamplerSettings(max_loras=2, engine_args={"max_loras": 40})
-    args = engine_args(BaseModelSettings(name="n", path="~/m", sampler=sampler), 100, "float32")
-    assert args["max_loras"] == args["max_cpu_loras"] == 40
-
-
-@pytest.mark.parametrize(("gpu", "most", "given"), [(False, 0, 72), (True, 0, None), (True, 8, 9)])
-def test_vllm_chooses_the_sequences_on_a_gpu_unless_the_settings_do(gpu, most, given, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    settings = BaseModelSettings(name="n", path="~/m", sampler=SamplerSettings(max_batch=most))
-    assert engine_args(settings, 100, "bfloat16").get("max_num_seqs") == given
-
-
-@pytest.mark.parametrize(("gpu", "sleep", "enabled"), [(True, True, True), (True, False, None), (False, True, None)])
-def test_vllm_can_free_its_memory_only_on_a_gpu_and_only_if_the_settings_say_so(gpu, sleep, enabled, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    settings = BaseModelSettings(name="n", path="~/m", sampler=SamplerSettings(backend="vllm", sleep=sleep))
-    assert engine_args(settings, 100, "bfloat16").get("enable_sleep_mode") == enabled
-
-
-def test_likeliest_tokens_beyond_vllms_own_20_are_given():
-    args = engine_args(BaseModelSettings(name="n", path="~/m"), 100, "float32")
-    assert args["max_logprobs"] == MAX_TOP >= 100
-
-
 @pytest.mark.parametrize("case", ["qwen3", "qwen3-moe", "llama4"])
 def test_a_model_with_experts_is_refused_on_a_cpu(case: str, tmp_path: Path) -> None:
     settings = BaseModelSettings(name="n", path=str(architectures.build(case, tmp_path)))
@@ -209,12 +165,13 @@ def test_such_a_model_ends_the_sampler_at_its_start(case: str, said: str, tmp_pa
     ],
 )
 def test_float32_is_refused_on_a_gpu_where_adapters_are_served(
-    gpu: bool, dtype: str, full: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
+    gpu: bool, dtype: str, full: bool, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    settings = BaseModelSettings(name="n", path="~/m")
+    settings = BaseModelSettings(name="n", path=str(tiny_qwen3(tmp_path)))
+    arguments = engine_args(settings, base_model.skeleton(settings), 100, dtype, full=full)
     with pytest.raises(UnservableModel, match=said) if said else nullcontext():
-        check_dtype(settings, engine_args(settings, 100, dtype, full=full))
+        check_dtype(settings, arguments)
 
 
 def test_a_sampler_in_float32_ends_at_its_start_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

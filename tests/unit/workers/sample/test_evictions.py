@@ -1,0 +1,118 @@
+"""An engine that is slow to evict an adapter delays only the request that ends, and those of that adapter."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from workers.backends.sampling.base import RequestHandle
+from workers.process.fair_queue import FairQueue
+from workers.sample.adapters import Adapters, AdapterScheduler
+
+WITHIN_S = 30.0
+
+
+class SlowEngine:
+    """Its evictions wait for `busy`. As in vLLM's adapter, a loaded id stays as it is."""
+
+    def __init__(self) -> None:
+        self.evicting, self.busy = threading.Event(), threading.Event()
+        self.here: set[str] = set()
+        self.events: list[str] = []
+
+    def load(self, adapter_id: str, folder: Path) -> None:
+        if adapter_id not in self.here:
+            self.here.add(adapter_id)
+            self.events.append(f"load {adapter_id}")
+
+    def evict(self, adapter_id: str) -> None:
+        self.evicting.set()
+        assert self.busy.wait(WITHIN_S)
+        self.here.remove(adapter_id)
+        self.events.append(f"evict {adapter_id}")
+
+
+class Files:
+    """The adapters' files, which are all here; counts their holders."""
+
+    in_place = False
+
+    def __init__(self) -> None:
+        self.held: Counter[str] = Counter()
+
+    @contextmanager
+    def use(self, prefix: str) -> Iterator[Path]:
+        yield self.acquire(prefix)
+        self.release(prefix)
+
+    def acquire(self, prefix: str) -> Path:
+        self.held[prefix] += 1
+        return Path(prefix)
+
+    def release(self, prefix: str) -> None:
+        self.held[prefix] -= 1
+
+
+class World:
+    """One adapter stays loaded and three run at a time. The engine is about to evict "a", as "b" has come."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self.engine, self.files = SlowEngine(), Files()
+        scheduler = AdapterScheduler(3, FairQueue())
+        self.adapters = Adapters(cast(Any, self.engine), cast(Any, self.files), scheduler, 1, lambda _: nullcontext())
+        self.use("a")
+        self.ending = pool.submit(self.use, "b")
+        assert self.engine.evicting.wait(WITHIN_S)
+
+    def use(self, prefix: str) -> bool:
+        """True if the adapter is loaded for as long as its request."""
+        with self.adapters.use(prefix, "me", RequestHandle()) as adapter_id:
+            return adapter_id in self.engine.here
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with ThreadPoolExecutor() as pool:
+        world = World(pool)
+        yield world
+        world.engine.busy.set()
+
+
+def test_a_request_for_another_adapter_begins_while_the_engine_evicts_one(world: World) -> None:
+    with ThreadPoolExecutor() as pool, world.adapters.use("b", "me", RequestHandle()):
+        begun = threading.Event()
+
+        def begin() -> None:
+            with world.adapters.use("c", "me", RequestHandle()):
+                begun.set()
+
+        ended = pool.submit(begin)
+        try:
+            assert begun.wait(WITHIN_S), "it waits for the eviction"
+        finally:
+            world.engine.busy.set()
+        ended.result(WITHIN_S)
+    assert world.ending.result(WITHIN_S)
+    assert world.engine.events[:3] == ["load a", "load b", "load c"]
+    assert "evict a" in world.engine.events
+
+
+def test_an_adapter_that_is_wanted_again_while_it_is_evicted_is_loaded_again(world: World) -> None:
+    with ThreadPoolExecutor() as pool:
+        back = pool.submit(world.use, "a")
+        with pytest.raises(TimeoutError):
+            back.result(0.2)  # else it would sample with the adapter that goes
+        world.engine.busy.set()
+        assert back.result(WITHIN_S), "the request has no adapter"
+        assert world.ending.result(WITHIN_S)
+    assert world.engine.events[:4] == ["load a", "load b", "evict a", "load a"]
+    (kept,) = world.engine.here
+    assert +world.files.held == {kept: 1}
+    assert world.adapters._in_use.keys() == world.adapters._loading.keys() == {kept}
