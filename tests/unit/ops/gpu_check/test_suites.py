@@ -100,7 +100,7 @@ def test_the_suites_of_vllm_have_a_dtype_that_it_serves_adapters_in(
     name: str, gpu: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    settings = settings_of(name, tmp_path)
+    settings = settings_of(name, tiny_qwen3(tmp_path))
     assert settings.dtype == dtype
     check_dtype(settings, engine_args(settings, base_model.skeleton(settings), CONTEXT, settings.dtype))
 
