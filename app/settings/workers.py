@@ -74,8 +74,8 @@ class TrainerSettings(Section):
     )
     activation_checkpointing: bool | Literal["auto"] = Field(
         "auto",
-        description="run layers again in the backward pass: less memory; by the number of operations, half more time "
-        "for LoRA and a third more for full fine-tuning; auto: as many layers as needed",
+        description="run layers again in the backward pass: less memory; counted in operations, a pass takes 1.5 "
+        "times as long for LoRA and 1.33 times for full fine-tuning; auto: as many layers as needed",
     )
     fused_kernels: bool = Field(
         True, description="on a GPU, compute norms, rotary embeddings and gates with liger-kernel, if it is installed"

@@ -1,4 +1,4 @@
-"""Assembles the worker of this process, a trainer or a sampler, when Celery starts."""
+"""Starts the worker of this process, a trainer or a sampler, when Celery starts."""
 
 from __future__ import annotations
 

@@ -56,7 +56,8 @@ class SamplerBackend(Protocol):
 
     @property
     def adapter_capacity(self) -> int:
-        """Adapters that the caller keeps loaded while no request uses them. Known once it is open."""
+        """The most adapters that stay loaded, those in use included. Beyond it the caller evicts unused ones. Known
+        once it is open."""
         ...
 
     def load(self, adapter_id: str, folder: Path) -> None:

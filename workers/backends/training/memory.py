@@ -248,11 +248,12 @@ def _as_in(adapters: Segments, recorder: routers.Recorder | None) -> Iterator[No
 
 
 class _FirstOfBackward(torch.autograd.Function):
-    """Returns a layer's outputs. Its backward pass is the layer's first and asks for a saved tensor, so a layer that is
-    computed again is computed at that place.
+    """Returns a layer's outputs. Its node runs first in the layer's backward pass and reads a saved tensor, which
+    starts the recomputation of the layer.
 
-    Otherwise the first node that asks decides on the place. At ZeRO-3 a rank with an adapter on the last linear then
-    gathers the layer's weights in another order than a rank without one, and each receives the other's weights.
+    So every rank recomputes the layer at the same point. Without it, the first node that reads a saved tensor starts
+    the recomputation, and which node that is depends on the adapters of the rank. At ZeRO-3 the ranks would then gather
+    weights in different orders, and each would receive the other's.
     """
 
     @staticmethod

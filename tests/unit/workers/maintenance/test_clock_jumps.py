@@ -30,7 +30,9 @@ class World:
         self._client, self._records = client, RedisRecords(client)
         self._store = FolderStore(folder, "secret", "http://x")
         oplog = RedisOpLog(client, ENGINE, self._store)
-        self._sweeper = maintenance(assembly.parts(client, Settings(engine=ENGINE), "node/boot", oplog, self._store))
+        self._maintenance = maintenance(
+            assembly.parts(client, Settings(engine=ENGINE), "node/boot", oplog, self._store)
+        )
         now = self._records.now()
         prefix = f"models/{MODEL}/weights/a/4-1"
         saved = Checkpoint("me", MODEL, "weights", "base", prefix, 0.0, 1, {}, ["a"], expires_at=now - 1)
@@ -42,7 +44,7 @@ class World:
 
     def sweep(self) -> None:
         for role in ("orphans", "captures", "accounting"):
-            self._sweeper._round(role)
+            self._maintenance._round(role)
 
     def left(self) -> tuple[bool, int, int]:
         """True while the checkpoint is there, and the numbers of captures and of open pages."""

@@ -20,8 +20,8 @@ from workers.models.base_model import auto_class, local_path
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _CPU_MEMORY = 4 * 2**30
-# PyTorch may round a pinned copy up to twice its size, so this is half of the memory. The rest is for the trainers, for
-# files in shared memory, and for the weights of a sampler that sleeps.
+# PyTorch may round a pinned copy up to twice its size, so this quarter may take half of the memory. The rest is for the
+# trainers, for files in shared memory, and for the weights of a sampler that sleeps.
 _ADAPTERS_SHARE = 0.25
 
 
@@ -70,7 +70,7 @@ def adapted(skeleton: Any) -> dict[str, list[str]]:
 
 def adapter_capacity(settings: BaseModelSettings, skeleton: Any, dtype: str) -> int:
     """Returns the number of adapters that stay loaded: `loaded_loras`, or those of `max_rank` that fit in a share of
-    the host memory. Each of vLLM's worker processes holds them whole."""
+    the host memory, but at least `max_loras`. Each of vLLM's worker processes holds them whole."""
     sampler, groups = settings.sampler, adapted(skeleton)
     shapes = (shape for group, pairs in lora.shapes(skeleton).items() if groups[group] for shape in pairs.values())
     a_rank = sum((inputs + outputs) * count for inputs, outputs, count in shapes)
