@@ -21,6 +21,7 @@
     │       └── NewerContent    503  only a newer version of Tinsmith can read it; a process of that version does
     ├── OpError                 found only by running an Op, and answered as a failed future
     │   ├── UserOpError         category "user": the Op's content is at fault
+    │   │   └── NoMemory        it does not fit on the trainer's devices
     │   └── ServerOpError       category "server": the server is at fault
     ├── Fenced                  another worker owns the model now; discard the state
     ├── TriedOften              too many workers died while they ran a sampling request; it is not started again
@@ -168,6 +169,11 @@ class UserOpError(OpError):
     """The Op's own content made it fail; the model is as it was before."""
 
     category = "user"
+
+
+class NoMemory(UserOpError):
+    """Memory ran out, though the model had the trainer's devices to itself. In a restore this says nothing about the
+    model or its files."""
 
 
 class ServerOpError(OpError):

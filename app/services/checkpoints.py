@@ -104,7 +104,7 @@ class CheckpointService:
         Unavailable."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
         about = {"model_id": checkpoint.model_id, "tinker_path": str(path)}
-        once = f"delete {checkpoint.prefix}"  # a later save under this path has another prefix
+        once = f"delete {checkpoint.prefix} {checkpoint.created}"  # a copy that is made anew has the same prefix
         audit.note(self._records, caller, checkpoint.owner, "checkpoint_delete", about, once=once, urgent=True)
         remove_checkpoint(self._objects, checkpoint.prefix)
         expire_older(self._objects, checkpoint.prefix, self._records.now())

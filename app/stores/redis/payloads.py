@@ -5,6 +5,7 @@ A command of many bytes holds all other clients of the state server. So these by
 
 from __future__ import annotations
 
+import random
 import uuid
 from collections.abc import Sequence
 from typing import cast
@@ -180,9 +181,9 @@ class RedisPayloads:
         self._redis.srem(keys.SPILL_GARBAGE, *garbage)
 
     def _remove_singly(self, garbage: Sequence[bytes]) -> None:
-        """Gives up after a few failures, as the store may be away. The next round gets the keys in another order."""
+        """Gives up after a few failures, as the store may be away. The order is random: each key has its turn."""
         failures: list[Unavailable] = []
-        for key in garbage:
+        for key in random.sample(garbage, len(garbage)):
             try:
                 self._remove([key])
             except Unavailable as error:

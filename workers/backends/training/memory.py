@@ -113,7 +113,7 @@ def bytes_of_trained(model: Any, trainer: TrainerSettings) -> int:
     """Returns the bytes that full fine-tuning of `model` takes on the device of the fullest rank, beside its weights,
     at the peak of a pass (the table of docs/decisions/0009-full-fine-tuning.md)."""
     sizes = {id(weight): _numel(weight) for weight in model.parameters()}
-    itemsize: int = max(weight.element_size() for weight in model.parameters())
+    itemsize: int = max(model.parameters(), key=_numel).element_size()  # some small weights may stay in fp32
     elements, stage = sum(sizes.values()), trainer.zero_stage if trainer.ranks > 1 else 0
     kept = elements
     if stage > 0:

@@ -15,7 +15,7 @@ from torch import nn
 from app.domain.ops import AdamParams, DropGradients, ForwardBackward, OptimStep
 from app.domain.records import BaseModelInfo
 from app.domain.results import Done, OptimStepOutput, Output
-from app.errors import OpError, ServerOpError, UserOpError
+from app.errors import NoMemory, OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends import devices
 from workers.backends.failures import StallDetector, ran_out_of_memory
@@ -200,9 +200,9 @@ class Trainer(ABC):
     def _made(self, model_id: str, make: Callable[[], ModelState]) -> ModelState:
         state = self._with_room([model_id], make)
         if state is None:
-            raise UserOpError(
-                "memory ran out, though no other model was on the device. Use a smaller LoRA rank or fewer of its "
-                "train_ options, or ask the operator for devices with more memory"
+            raise NoMemory(
+                "memory ran out, though no other model was on the device; use a LoRA adapter of a smaller rank, or ask "
+                "the operator for devices with more memory"
             )
         return state
 
@@ -241,7 +241,7 @@ class Trainer(ABC):
         states = {model_id: self._states[model_id] for model_id in params}
         steps = self._with_room(params, lambda: [state.begin_step(params[m]) for m, state in states.items()])
         if steps is None and len(params) == 1:
-            return dict.fromkeys(params, ServerOpError("memory ran out in an optimizer step; no step was taken"))
+            return dict.fromkeys(params, NoMemory("memory ran out in an optimizer step; no step was taken"))
         if steps is None:
             return {m: result for m, one in params.items() for result in self._step_together({m: one}).values()}
         for state in states.values():
@@ -300,9 +300,9 @@ class Trainer(ABC):
             return None
         return jobs
 
-    def _too_large(self, op: ForwardBackward) -> UserOpError:
+    def _too_large(self, op: ForwardBackward) -> NoMemory:
         longest, budget = max(n for (n,) in op.batch.tokens.shapes), self._micro_batch_tokens
-        return UserOpError(
+        return NoMemory(
             f"memory ran out in a pass of at most {max(longest, budget)} tokens (the trainer's micro_batch_tokens is "
             f"{budget}, the longest datum has {longest}); the model is unchanged. Send shorter datums, or ask the "
             "operator to lower trainer.micro_batch_tokens or to turn on trainer.activation_checkpointing"
@@ -355,7 +355,7 @@ class Trainer(ABC):
 
     def _export(self, model_id: str) -> Writer:
         if not self._bring([model_id]):
-            raise ServerOpError("memory ran out; nothing was exported")
+            raise NoMemory("memory ran out; nothing was exported")
         return self._state(model_id).export()
 
     def _free_memory(self) -> None:

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from app.errors import Requeue, ServerOpError
+from app.errors import NoMemory, Requeue, ServerOpError
 from app.stores.redis import keys
 from tests.unit.workers.checkpoints.test_shm_transfer import (
     await_upload,
@@ -45,6 +45,25 @@ def test_a_run_that_cannot_be_restored_keeps_no_sampler_waiting(world: World, st
         assert on_record(world) == left
     with pytest.raises(ServerOpError, match="gone"), files(world, store, "b").use(prefix):
         pass
+
+
+@pytest.mark.parametrize("worker", ["a/2", "b/1"], ids=["same machine", "other machine"])
+def test_memory_that_is_short_in_restores_costs_no_adapter_and_no_snapshot(
+    world: World, store: GatedStore, monkeypatch: pytest.MonkeyPatch, worker: str
+):
+    prefix = left_by_a_lost_worker(world, store)
+    local = sorted((world.folder / "a" / "snapshots").rglob("*.safetensors"))
+    successor = world.worker(worker, store=healthy(world))
+    with monkeypatch.context() as memory:
+        memory.setattr(successor.backend, "apply", lambda ops: dict.fromkeys(ops, NoMemory("full")))
+        for _ in range(4):
+            with pytest.raises(Requeue, match="broke the backend"):
+                successor.handle(3, "catch_up")
+    assert on_record(world) == ([] if worker == "a/2" else [prefix]), "its files are here, or it waits for a restore"
+    assert sorted((world.folder / "a" / "snapshots").rglob("*.safetensors")) == local != []
+    successor.handle(3, "catch_up")
+    await_upload(world)
+    assert stored_adapter(world, prefix) == expected(world, 0)
 
 
 def test_a_restore_that_fails_for_a_while_costs_no_adapter(world: World, store: GatedStore):

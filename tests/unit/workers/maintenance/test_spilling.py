@@ -131,6 +131,19 @@ def test_an_object_that_cannot_be_deleted_keeps_no_other_and_is_named(client, st
     assert payloads.remove_garbage() == 1
 
 
+def test_objects_that_cannot_be_deleted_keep_no_other_for_ever(client, stubborn):
+    """They are as many as a round tries, and come before the other one."""
+    stubborn.put_new("payloads/old/a", b"x")
+    client.sadd(keys.SPILL_GARBAGE, *(f"payloads/stuck{number}/a" for number in range(3)))
+    client.sadd(keys.SPILL_GARBAGE, "payloads/old/a")
+    stubborn.refused.append("stuck")
+    payloads = RedisPayloads(client, SETTINGS, stubborn)
+    for _ in range(60):
+        with pytest.raises(Unavailable):
+            payloads.remove_garbage()
+    assert stubborn.list("payloads") == []
+
+
 def test_a_store_that_is_away_is_not_asked_for_each_object(client, stubborn, monkeypatch):
     client.sadd(keys.SPILL_GARBAGE, *(f"payloads/stuck{number}/a" for number in range(20)))
     asked = mock.Mock(side_effect=Unavailable("the store is away"))
