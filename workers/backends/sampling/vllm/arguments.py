@@ -58,8 +58,8 @@ def engine_args(
 def adapted(skeleton: Any) -> dict[str, list[str]]:
     """Returns the linears that vLLM takes adapters on, by group.
 
-    It takes none on experts: nothing has shown that it applies these adapters rightly. Nor on a head that is too large
-    for its kernels.
+    It takes none on experts: nothing has shown that it applies these adapters rightly. Nor does it on a head beyond
+    MOST_HEAD_TOKENS.
     """
     found = lora.targets(skeleton)
     without = {"mlp"} if coverage.has_experts(skeleton) else set()

@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 from app.settings import BaseModelSettings
+from tests.parity import architectures
 from workers.backends.sampling.vllm.engine import set_environment
 
 CODE = """
@@ -61,7 +62,8 @@ except UnservableModel as error:
 
 
 def test_a_model_that_vllms_build_does_not_know_is_refused_in_one_line(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(architectures=["UnheardOfForCausalLM"], num_hidden_layers=1)
+    config = transformers.AutoConfig.from_pretrained(architectures.build("llama", tmp_path))
+    config.architectures = ["UnheardOfForCausalLM"]
     config.save_pretrained(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", dict(os.environ))
