@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -267,9 +268,8 @@ class Run:
 
     def files(self, prefix: str) -> dict[str, str]:
         """Names and sha256 of a checkpoint's files, which are verified during the read."""
-        cache = self.world.folder / "verified"
-        transfer.fetch(self.world.objects, prefix, cache)
-        transfer.forget(prefix, cache)
+        with tempfile.TemporaryDirectory(dir=self.world.folder) as cache:
+            transfer.fetch(self.world.objects, prefix, Path(cache))
         manifest = transfer.read_manifest(self.world.objects, prefix)
         return {name: entry.sha256 for name, entry in manifest.files.items()}
 
