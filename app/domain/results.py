@@ -41,10 +41,14 @@ class ForwardBackwardOutput:
     """logprobs: float32, one array for each datum in request order, each with the shape of its target_tokens.
 
     metrics: every key is `name:reduction` with exactly one colon; `loss:sum` is always present.
+
+    elementwise_loss: float32, in the shapes of the logprobs, -weight * logprob of each target; None for losses other
+    than cross_entropy. The hosted service returns it, and programs read it to log the loss of each token.
     """
 
     logprobs: Ragged
     metrics: Mapping[str, float]
+    elementwise_loss: Ragged | None = None
 
 
 @dataclass(frozen=True, slots=True)

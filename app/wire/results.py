@@ -28,13 +28,12 @@ _HOSTED_NAMES = {"grad_norm": "unclipped_grad_l2:mean"}
 
 
 def encode_forward_backward(output: ForwardBackwardOutput | CriticOutput) -> bytes:
-    """A ForwardBackwardOutput message with the field `logprobs` (for a critic, `values`), datums in order.
+    """A ForwardBackwardOutput message with the fields `logprobs` and `elementwise_loss`, or `values`, datums in order.
 
     A record holds arrays of one trailing shape, so consecutive datums with the same K make one record.
     """
-    field, arrays = ("values", output.values) if isinstance(output, CriticOutput) else ("logprobs", output.logprobs)
     message = pb.ForwardBackwardOutput(
-        loss_fn_output_type=_RECORD, loss_fn_outputs=_records(field, arrays), metrics=dict(output.metrics)
+        loss_fn_output_type=_RECORD, loss_fn_outputs=_records(_fields(output)), metrics=dict(output.metrics)
     )
     return message.SerializeToString(deterministic=True)
 
@@ -55,19 +54,30 @@ def encode_sample(output: SampleOutput) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def _records(field: str, arrays: Ragged) -> Iterator[pb.ArrayRecord]:
-    start = 0
-    for trailing, run in groupby(arrays.shapes, key=lambda shape: shape[1:]):
+def _fields(output: ForwardBackwardOutput | CriticOutput) -> dict[str, Ragged]:
+    """The arrays of an output by the names of their fields. All have the same shapes."""
+    if isinstance(output, CriticOutput):
+        return {"values": output.values}
+    loss = {} if output.elementwise_loss is None else {"elementwise_loss": output.elementwise_loss}
+    return {"logprobs": output.logprobs, **loss}
+
+
+def _records(fields: Mapping[str, Ragged]) -> Iterator[pb.ArrayRecord]:
+    start, shapes = 0, next(iter(fields.values())).shapes
+    for trailing, run in groupby(shapes, key=lambda shape: shape[1:]):
         lengths = np.array([0, *(prod(shape) for shape in run)], dtype=np.int64)
         offsets = np.cumsum(lengths)
         stop = start + int(offsets[-1])
-        tensor = pb.BatchedTensor(
-            data=_raw(arrays.values[start:stop], "<f4"),
-            offsets=_raw(offsets * 4, "<i8"),
-            dtype=pb.DTYPE_FLOAT32,
-            trailing_shape=trailing,
-        )
-        yield pb.ArrayRecord(fields={field: tensor}, num_datums=len(lengths) - 1)
+        tensors = {
+            name: pb.BatchedTensor(
+                data=_raw(arrays.values[start:stop], "<f4"),
+                offsets=_raw(offsets * 4, "<i8"),
+                dtype=pb.DTYPE_FLOAT32,
+                trailing_shape=trailing,
+            )
+            for name, arrays in fields.items()
+        }
+        yield pb.ArrayRecord(fields=tensors, num_datums=len(lengths) - 1)
         start = stop
 
 

@@ -105,6 +105,21 @@ def test_metrics_name_their_reduction_and_hold_the_loss(
     assert np.isfinite(metrics["loss:sum"])
 
 
+@pytest.mark.parametrize("width", [0, 3])
+def test_a_cross_entropy_is_also_given_for_each_target(
+    backend: Trainer, create: Callable[..., str], width: int
+) -> None:
+    given = batch(supervised(5, (9, 30, 4), width))
+    bare = replace(given, inputs={"target_tokens": given.inputs["target_tokens"]})
+    model = create()
+    for one, weights in ((given, given.inputs["weights"].values), (bare, 1)):
+        output = apply(backend, model, ForwardBackward(one, "cross_entropy", forward_only=True))
+        assert output.elementwise_loss.shapes == output.logprobs.shapes
+        np.testing.assert_array_equal(output.elementwise_loss.values, -weights * output.logprobs.values)
+        assert output.metrics["loss:sum"] == pytest.approx(output.elementwise_loss.values.sum(), rel=1e-5)
+    assert apply(backend, model, OTHER).elementwise_loss is None
+
+
 def test_the_loss_is_a_sum_over_datums(backend: Trainer, create: Callable[..., str]) -> None:
     model, datums = create(), policy(2, (12, 25, 3))
     whole = apply(backend, model, ForwardBackward(batch(datums), "dro", forward_only=True)).metrics

@@ -57,6 +57,7 @@ def test_wide_targets_score_every_candidate(training: tinker.TrainingClient):
     assert scores.shape == targets.shape
     np.testing.assert_allclose(scores[:-1, 0], logprobs(single)[:-1], atol=1e-5)
     assert both.metrics["loss:sum"] == pytest.approx(-0.5 * scores.sum(), rel=1e-5)
+    np.testing.assert_array_equal(both.loss_fn_outputs[0]["elementwise_loss"].to_numpy(), -0.5 * scores)
 
 
 def test_a_batch_of_several_chunks_equals_the_whole(training: tinker.TrainingClient, service: tinker.ServiceClient):

@@ -258,7 +258,17 @@ class Job:
         if self.load is not None:
             metrics |= load_metrics(self.load)
         scores = Ragged(self.scores.numpy(), _score_layout(self.op).shapes)
-        return CriticOutput(scores, metrics) if self.critic else ForwardBackwardOutput(scores, metrics)
+        if self.critic:
+            return CriticOutput(scores, metrics)
+        return ForwardBackwardOutput(scores, metrics, self._elementwise_loss(scores))
+
+    def _elementwise_loss(self, logprobs: Ragged) -> Ragged | None:
+        """Returns the cross-entropy of each target, of which `loss:sum` is the sum; None for other losses."""
+        if self.op.loss_fn != "cross_entropy":
+            return None
+        weights = self.op.batch.inputs.get("weights")
+        losses = -logprobs.values if weights is None else -weights.values * logprobs.values
+        return Ragged(losses, logprobs.shapes)
 
 
 def fetch(jobs: Collection[Job]) -> None:

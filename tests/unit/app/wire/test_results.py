@@ -35,6 +35,16 @@ def test_ragged_shapes_come_back_in_order() -> None:
     assert all(a.dtype == np.float32 for a in got)
 
 
+def test_a_cross_entropy_comes_back_beside_the_logprobs_of_its_datum() -> None:
+    scores = [np.array([-1.0, -2.0]), np.array([[-0.5, -4.0]]), np.array([-3.0])]
+    losses = [np.array([0.0, 1.0]), np.array([[0.5, 8.0]]), np.array([3.0])]
+    found = [Ragged.of(arrays, np.float32) for arrays in (scores, losses)]
+    output = ForwardBackwardOutput(found[0], {"loss:sum": 12.5}, elementwise_loss=found[1])
+    read = deserialize_forward_backward_output(encode_forward_backward(output)).loss_fn_outputs
+    assert [datum["logprobs"].to_numpy().tolist() for datum in read] == [a.tolist() for a in scores]
+    assert [datum["elementwise_loss"].to_numpy().tolist() for datum in read] == [a.tolist() for a in losses]
+
+
 def test_the_norm_of_a_gradient_has_the_hosted_services_name_too() -> None:
     result = of_output(OptimStepOutput({"grad_norm": 2.5, "learning_rate": 0.1}))
     response = tinker.OptimStepResponse.model_validate_json(result.body)
