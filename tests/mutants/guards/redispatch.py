@@ -141,7 +141,7 @@ MUTANTS = (
     Mutant(
         "unowned: no page of throttled requests",
         _LUA,
-        "'(' .. HELD_MS",
+        "'(' .. THROTTLED_MS",
         "'+inf'",
         f"{_UNOWNED}::test_throttled_requests_have_no_pages",
     ),

@@ -13,7 +13,7 @@ local function head_of(model, seq)
 end
 
 -- script: pending
--- needs: held, now_ms
+-- needs: now_ms, throttled
 -- List all models and sampling requests with unfinished calls: the longest without progress first, throttled ones last.
 -- ARGV: rows to skip at the start, most rows, most kinds.
 -- Returns rows {id, queue, ms waited, next seq or '', 1 while a worker runs it, kinds of the waiting calls from that
@@ -36,7 +36,7 @@ local function row_of(id, scored)
       kinds[#kinds + 1] = kind
     end
   end
-  local since = scored - (held and HELD_MS or 0)
+  local since = scored - (held and THROTTLED_MS or 0)
   return {id, redis.call('HGET', 'tinsmith:pending_queue', id) or '', now - since, tostring(seq), running and 1 or 0,
           kinds, node and node ~= '' and not holder and 1 or 0, held and 1 or 0}
 end
@@ -75,7 +75,7 @@ for i = 1, #ARGV, 2 do rows[#rows + 1] = head_of(ARGV[i], ARGV[i + 1]) or {} end
 return rows
 
 -- script: unowned flags=allow-oom
--- needs: head_of, held
+-- needs: head_of, throttled
 -- Read the next waiting Op of each model of a queue that no worker owns, the longest without progress first. ARGV:
 -- queue, how many entries of `pending` make a page, the page to scan; behind the last page with an entry that is not
 -- throttled comes the first again. Returns a row of `head_of` for each.
@@ -84,7 +84,7 @@ local function next_of(model)
   return applied and head_of(model, applied + 1)
 end
 local rows, most = {}, tonumber(ARGV[2])
-local pages = math.ceil(redis.call('ZCOUNT', 'tinsmith:pending', '-inf', '(' .. HELD_MS) / most)
+local pages = math.ceil(redis.call('ZCOUNT', 'tinsmith:pending', '-inf', '(' .. THROTTLED_MS) / most)
 if pages == 0 then return rows end
 local first = ARGV[3] % pages * most
 local ids = redis.call('ZRANGE', 'tinsmith:pending', first, first + most - 1)

@@ -13,12 +13,12 @@ local function place(request, queue, node)
   return before
 end
 
--- part: home
+-- part: affinity
 -- An adapter's affinity expires so long after its last request: by then its engine may well have evicted the adapter.
-local HOME_MS = 3600000
+local AFFINITY_MS = 3600000
 
 -- The key of an adapter's affinity, the node that samples with it. Requests for the base model use the sampler's id.
-local function home_of(request, adapter)
+local function affinity_key(request, adapter)
   return 'tinsmith:home:' .. (adapter and adapter ~= '' and adapter or request:match('^(.*):%d+$'))
 end
 
@@ -36,7 +36,7 @@ local function look_at(node, queue)
 end
 
 -- part: pick
--- needs: home, look_at
+-- needs: affinity, look_at
 -- The node with the most room among those that take another request. Among equals a hash of key and node decides: each
 -- node always gets the same share of the keys. So adapters spread at low load, and return to their node after a pause.
 local function emptiest(key, queue)
@@ -55,7 +55,7 @@ end
 -- While no node has room, the node with affinity stays, unless another node is a whole batch ahead. The affinity moves
 -- only when its node is lost.
 local function pick(request, queue, adapter)
-  local key = home_of(request, adapter)
+  local key = affinity_key(request, adapter)
   local home = redis.call('GET', key)
   local here = home and look_at(home, queue)
   local chosen = here
@@ -65,28 +65,36 @@ local function pick(request, queue, adapter)
     if not stays then chosen = best end
   end
   if here then
-    redis.call('PEXPIRE', key, HOME_MS)
+    redis.call('PEXPIRE', key, AFFINITY_MS)
   elseif chosen.node ~= '' then
-    redis.call('SET', key, chosen.node, 'PX', HOME_MS)
+    redis.call('SET', key, chosen.node, 'PX', AFFINITY_MS)
   else
     redis.call('DEL', key)
   end
   return chosen.node
 end
 
--- part: held
+-- part: throttled
 -- Added to a throttled request's score in `pending`. It sorts behind all entries that may need a redispatch; redispatch
 -- reads only a limited number of entries.
-local HELD_MS = 1e13
+local THROTTLED_MS = 1e13
 
 -- The key of a project's throttled requests, the oldest first.
-local function held_key(queue, project) return 'tinsmith:held:' .. queue .. '/' .. project end
+local function throttled_key(queue, project) return 'tinsmith:held:' .. queue .. '/' .. project end
 
 -- Remove a request from the throttled ones.
-local function unhold(request, queue, project)
-  local key = held_key(queue, project)
+local function unthrottle(request, queue, project)
+  local key = throttled_key(queue, project)
   redis.call('ZREM', key, request)
   if redis.call('EXISTS', key) == 0 then redis.call('SREM', 'tinsmith:holding:' .. queue, project) end
+end
+
+-- Throttle a request: it is dispatched once `release_samples` finds room for it.
+local function throttle(request, queue, project, now)
+  redis.call('HSET', 'tinsmith:op:' .. request, 'ring', 'held')
+  redis.call('ZADD', 'tinsmith:pending', now + THROTTLED_MS, request)
+  redis.call('ZADD', throttled_key(queue, project), now, request)
+  redis.call('SADD', 'tinsmith:holding:' .. queue, project)
 end
 
 -- part: paused
@@ -94,42 +102,42 @@ end
 local function paused_key(sampler) return 'tinsmith:paused:' .. sampler end
 local function paused_rows(queue) return 'tinsmith:paused_rows:' .. queue end
 
--- part: off
+-- part: requeued
 -- needs: now_ms
 -- A requeued request counts for its project for so long. A live worker begins it much sooner. A process of an earlier
 -- version that begins or ends it leaves it on the list.
-local OFF_MS = 3600000
+local REQUEUED_MS = 3600000
 
 -- The key of a project's requeued requests, and of the projects that have some, each with the ms of the last requeue.
-local function off_key(queue, project) return 'tinsmith:off:' .. queue .. '/' .. project end
-local function off_projects(queue) return 'tinsmith:off_projects:' .. queue end
+local function requeued_key(queue, project) return 'tinsmith:off:' .. queue .. '/' .. project end
+local function requeued_projects(queue) return 'tinsmith:off_projects:' .. queue end
 
 -- The earliest score that counts on these lists.
-local function off_since() return now_ms() - OFF_MS end
+local function requeued_since() return now_ms() - REQUEUED_MS end
 
 -- Add to one of these lists, without what counts no more.
-local function note_off(key, member)
-  redis.call('ZREMRANGEBYSCORE', key, '-inf', '(' .. off_since())
+local function note_requeued(key, member)
+  redis.call('ZREMRANGEBYSCORE', key, '-inf', '(' .. requeued_since())
   redis.call('ZADD', key, now_ms(), member)
-  redis.call('PEXPIRE', key, OFF_MS)
+  redis.call('PEXPIRE', key, REQUEUED_MS)
 end
 
 -- Requeue a request that its project no longer counts as dispatched.
 local function requeue(request, queue, project)
   redis.call('HSET', 'tinsmith:op:' .. request, 'ring', 'off')
-  note_off(off_key(queue, project), request)
-  note_off(off_projects(queue), project)
+  note_requeued(requeued_key(queue, project), request)
+  note_requeued(requeued_projects(queue), project)
 end
 
 -- Remove a request from the requeued ones.
-local function leave_off(request, queue, project)
-  local key = off_key(queue, project)
+local function leave_requeued(request, queue, project)
+  local key = requeued_key(queue, project)
   redis.call('ZREM', key, request)
-  if redis.call('EXISTS', key) == 0 then redis.call('ZREM', off_projects(queue), project) end
+  if redis.call('EXISTS', key) == 0 then redis.call('ZREM', requeued_projects(queue), project) end
 end
 
 -- part: leave_project
--- needs: held, off, paused
+-- needs: paused, requeued, throttled
 -- Stop counting a dispatched, throttled, requeued or paused sampling request for its project. Returns the project.
 local function leave_project(request, queue)
   local found = redis.call('HMGET', 'tinsmith:op:' .. request, 'ring', 'rows')
@@ -139,9 +147,9 @@ local function leave_project(request, queue)
     if redis.call('HINCRBY', rung, project, -found[2]) == 0 then redis.call('HDEL', rung, project) end
     redis.call('HINCRBY', 'tinsmith:rung_rows', queue, -found[2])
   elseif found[1] == 'held' then
-    unhold(request, queue, project)
+    unthrottle(request, queue, project)
   elseif found[1] == 'off' then
-    leave_off(request, queue, project)
+    leave_requeued(request, queue, project)
   elseif found[1] == 'paused' then
     redis.call('SREM', paused_key(request:match('^(.*):%d+$')), request)
     local rows = paused_rows(queue)
@@ -150,11 +158,11 @@ local function leave_project(request, queue)
   return project
 end
 
--- part: may_ring
+-- part: may_dispatch
 -- needs: look_at
--- RUNG_BATCHES batches of sequences are dispatched at once: one that is decoded, and two whose requests are ready, or
--- have finished in part. Up to RUNG_LEAST sequences are always dispatched.
-local RUNG_BATCHES, RUNG_LEAST = 3, 64
+-- DISPATCHED_BATCHES batches of sequences are dispatched at once: one that is decoded, and two whose requests are
+-- ready, or have finished in part. Up to DISPATCHED_LEAST sequences are always dispatched.
+local DISPATCHED_BATCHES, DISPATCHED_LEAST = 3, 64
 
 local batches_of = {}
 
@@ -172,32 +180,22 @@ local function batches(queue)
 end
 
 -- Returns true if a project's request of `rows` sequences may be dispatched, which is so in four cases. The project has
--- no dispatched request. The total stays within RUNG_LEAST. All projects together have less than enough dispatched
--- sequences. Or they have less than twice enough, and the project stays within its equal part of enough. Without the
--- last case, a project with few requests would wait for earlier ones of another project, and come too late for the
--- batch that begins then.
-local function may_ring(queue, project, rows)
+-- no dispatched request. The total stays within DISPATCHED_LEAST. All projects together have less than enough
+-- dispatched sequences. Or they have less than twice enough, and the project stays within its equal part of enough.
+-- Without the last case, a project with few requests would wait for earlier ones of another project, and come too late
+-- for the batch that begins then.
+local function may_dispatch(queue, project, rows)
   local mine = tonumber(redis.call('HGET', 'tinsmith:rung:' .. queue, project) or 0)
   local all = tonumber(redis.call('HGET', 'tinsmith:rung_rows', queue) or 0)
-  if mine == 0 or all + rows <= RUNG_LEAST then return true end
-  local enough = RUNG_BATCHES * batches(queue)
-  local most = math.max(RUNG_LEAST, enough)
+  if mine == 0 or all + rows <= DISPATCHED_LEAST then return true end
+  local enough = DISPATCHED_BATCHES * batches(queue)
+  local most = math.max(DISPATCHED_LEAST, enough)
   return all < enough or all < 2 * most and mine + rows <= most / redis.call('HLEN', 'tinsmith:rung:' .. queue)
 end
 
--- part: hold
--- needs: held
--- Throttle a request: it is dispatched once `release_samples` finds room for it.
-local function hold(request, queue, project, now)
-  redis.call('HSET', 'tinsmith:op:' .. request, 'ring', 'held')
-  redis.call('ZADD', 'tinsmith:pending', now + HELD_MS, request)
-  redis.call('ZADD', held_key(queue, project), now, request)
-  redis.call('SADD', 'tinsmith:holding:' .. queue, project)
-end
-
--- part: count_rung
+-- part: count_dispatched
 -- Count a request as dispatched for its project, until it finishes or is requeued.
-local function count_rung(request, queue, project)
+local function count_dispatched(request, queue, project)
   local op = 'tinsmith:op:' .. request
   local rows = redis.call('HGET', op, 'rows')
   redis.call('HSET', op, 'ring', 'rung')
@@ -205,18 +203,18 @@ local function count_rung(request, queue, project)
   redis.call('HINCRBY', 'tinsmith:rung_rows', queue, rows)
 end
 
--- part: ring
--- needs: count_rung, pick, place
+-- part: dispatch
+-- needs: count_dispatched, pick, place
 -- Dispatch a request. Returns the node to dispatch to, or ''.
-local function ring(request, queue, project)
-  count_rung(request, queue, project)
+local function dispatch(request, queue, project)
+  count_dispatched(request, queue, project)
   local node = pick(request, queue, redis.call('HGET', 'tinsmith:op:' .. request, 'adapter'))
   place(request, queue, node)
   return node
 end
 
 -- script: release_samples flags=allow-oom
--- needs: held, may_ring, now_ms, ring
+-- needs: dispatch, may_dispatch, now_ms, throttled
 -- Dispatch as many throttled requests of a queue as there is room for, in rounds of one request per project.
 -- ARGV: queue, projects that come after the others, in this order. Returns {request id, node or ''} of each.
 local queue, rank, due = ARGV[1], {}, {}
@@ -229,12 +227,12 @@ end)
 
 -- Dispatch the oldest request of a project, if there is room for it. Returns true if there was room.
 local function release(project)
-  local request = redis.call('ZRANGE', held_key(queue, project), 0, 0)[1]
+  local request = redis.call('ZRANGE', throttled_key(queue, project), 0, 0)[1]
   if not request then return false end
   local rows = tonumber(redis.call('HGET', 'tinsmith:op:' .. request, 'rows'))
-  if not may_ring(queue, project, rows) then return false end
-  unhold(request, queue, project)
-  due[#due + 1] = {request, ring(request, queue, project)}
+  if not may_dispatch(queue, project, rows) then return false end
+  unthrottle(request, queue, project)
+  due[#due + 1] = {request, dispatch(request, queue, project)}
   redis.call('ZADD', 'tinsmith:pending', now_ms(), request)
   return true
 end

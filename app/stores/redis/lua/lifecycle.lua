@@ -269,7 +269,7 @@ for i = 2, #ARGV do redis.call('ZADD', 'tinsmith:orphans', 'NX', ARGV[1], ARGV[i
 return 0
 
 -- script: give_up_adapters flags=allow-oom
--- needs: home, now_ms
+-- needs: affinity, now_ms
 -- Give up the adapters of sampling sessions that nothing uses: without unfinished requests, made and last used long ago,
 -- and in the object store. New requests for them are refused. A process of an earlier version notes no use, but it
 -- leaves the affinity of an adapter for an hour. ARGV: ms since the last use, sampler ids. Returns the ids given up.
@@ -281,7 +281,8 @@ for i = 2, #ARGV do
   local prefix = found[1] and cjson.decode(found[1])
   if prefix and not found[3] and found[2] * 1000 < before
      and not redis.call('ZSCORE', 'tinsmith:samplers_used', id)
-     and redis.call('EXISTS', 'tinsmith:sampled:' .. id, 'tinsmith:handovers:' .. prefix, home_of(id .. ':0', prefix)) == 0 then
+     and redis.call('EXISTS', 'tinsmith:sampled:' .. id, 'tinsmith:handovers:' .. prefix) == 0
+     and redis.call('EXISTS', affinity_key(id .. ':0', prefix)) == 0 then
     redis.call('HSET', key, 'given_up', now_ms())
     given_up[#given_up + 1] = id
   end
@@ -306,7 +307,7 @@ if #ids == tonumber(ARGV[4]) then found[#found + 1] = ids[#ids] end
 return found
 
 -- part: end_sampler
--- needs: home
+-- needs: affinity
 -- Remove a sampler's record, and the affinity of its adapter unless the adapter is a checkpoint with a path, which other
 -- samplers may use. A copy of the record stays for `keep_s` seconds, because requests that still run count their usage
 -- by it.
@@ -314,7 +315,7 @@ local function end_sampler(id, keep_s)
   local key, copy = 'tinsmith:samplers:' .. id, 'tinsmith:ended_samplers:' .. id
   local found = redis.call('HMGET', key, 'prefix', 'model_path')
   if cjson.decode(found[2] or '""') == '' then
-    redis.call('DEL', home_of(id .. ':0', cjson.decode(found[1] or '""')))
+    redis.call('DEL', affinity_key(id .. ':0', cjson.decode(found[1] or '""')))
   end
   redis.call('RENAME', key, copy)
   redis.call('EXPIRE', copy, keep_s)

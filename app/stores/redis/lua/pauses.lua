@@ -11,7 +11,7 @@ local function is_silent(sampler, least)
 end
 
 -- script: pause_samples flags=allow-oom
--- needs: held, is_silent, leave_project, paused, place
+-- needs: is_silent, leave_project, paused, place, throttled
 -- Pause the unfinished requests of silent sessions: they count for no node and no turn, and nobody may begin them. A
 -- worker that runs one learns it when it renews the lease. ARGV: ms of silence, most requests. Returns the number paused.
 local paused, most = 0, tonumber(ARGV[2])
@@ -24,7 +24,7 @@ local function pause(request, sampler)
   redis.call('SADD', paused_key(sampler), request)
   local found = redis.call('HMGET', op, 'rows', 'admitted')
   redis.call('HINCRBY', paused_rows(queue), redis.call('HGET', 'tinsmith:future:' .. request, 'owner'), found[1] or 1)
-  redis.call('ZADD', 'tinsmith:pending', found[2] + HELD_MS, request)
+  redis.call('ZADD', 'tinsmith:pending', found[2] + THROTTLED_MS, request)
 end
 
 for _, sampler in ipairs(redis.call('SMEMBERS', 'tinsmith:samplers_asked')) do
@@ -40,7 +40,7 @@ end
 return paused
 
 -- script: resume_samples flags=allow-oom
--- needs: hold, is_silent, leave_project, paused
+-- needs: is_silent, leave_project, paused, throttled
 -- Throttle the paused requests of sessions that are silent no more, in the order of their admission; they are dispatched
 -- as any throttled request. ARGV: ms of silence, most requests. Returns the number resumed.
 local resumed, most = 0, tonumber(ARGV[2])
@@ -49,7 +49,7 @@ local function resume(request)
   local queue = redis.call('HGET', 'tinsmith:pending_queue', request)
   leave_project(request, queue)
   local found = redis.call('HMGET', 'tinsmith:future:' .. request, 'owner', 'admitted')
-  hold(request, queue, found[1], tonumber(found[2]))
+  throttle(request, queue, found[1], tonumber(found[2]))
 end
 
 for _, sampler in ipairs(redis.call('SMEMBERS', 'tinsmith:samplers_asked')) do

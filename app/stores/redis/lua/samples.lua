@@ -83,7 +83,7 @@ local function abort_sample(request, keep_s, type, body)
 end
 
 -- script: admit_sample
--- needs: content, count_samples, hear, held, hold, may_ring, no_room, no_room_for_results, now_ms, off, paused, ring, take
+-- needs: content, count_samples, dispatch, hear, may_dispatch, no_room, no_room_for_results, now_ms, paused, requeued, take, throttled
 -- Journal a sampling request, once, with the adapter version that it uses and the node that it is dispatched to.
 -- ARGV: payload, or '' with the key that will hold it (or ''), its size; request id, parent id, owner, queue, digest,
 -- tokens it may take, its sequences, most requests and most tokens that may be unfinished in its queue (or '' for no
@@ -111,7 +111,7 @@ end
 -- each of its sequences, a throttled or requeued one once. With '' (the queue is full of tokens, which are not counted by
 -- project), it has none unfinished.
 local function is_below_share(project, most)
-  local unfinished, others, counted = redis.call('ZCARD', held_key(queue, project)), 0, {[project] = true}
+  local unfinished, others, counted = redis.call('ZCARD', throttled_key(queue, project)), 0, {[project] = true}
   local function count(projects)
     for _, other in ipairs(projects) do
       if not counted[other] then others = others + 1 end
@@ -122,8 +122,8 @@ local function is_below_share(project, most)
     unfinished = unfinished + (redis.call('HGET', rows, project) or 0)
     count(redis.call('HKEYS', rows))
   end
-  unfinished = unfinished + redis.call('ZCOUNT', off_key(queue, project), off_since(), '+inf')
-  count(redis.call('ZRANGEBYSCORE', off_projects(queue), off_since(), '+inf'))
+  unfinished = unfinished + redis.call('ZCOUNT', requeued_key(queue, project), requeued_since(), '+inf')
+  count(redis.call('ZRANGEBYSCORE', requeued_projects(queue), requeued_since(), '+inf'))
   return others > 0 and unfinished < (most == '' and 1 or most / (others + 1))
 end
 
@@ -163,17 +163,17 @@ local function admit()
   redis.call('HINCRBY', 'tinsmith:sampling_tokens', queue, tokens)
   redis.call('SADD', 'tinsmith:sampled:' .. sampler, request)
   redis.call('SADD', 'tinsmith:samplers_asked', sampler)
-  if redis.call('EXISTS', held_key(queue, owner)) == 1 or not may_ring(queue, owner, tonumber(rows)) then
-    hold(request, queue, owner, now)
+  if redis.call('EXISTS', throttled_key(queue, owner)) == 1 or not may_dispatch(queue, owner, tonumber(rows)) then
+    throttle(request, queue, owner, now)
     return {'held', ''}
   end
-  return {'fresh', ring(request, queue, owner)}
+  return {'fresh', dispatch(request, queue, owner)}
 end
 
 return content.answered(admit())
 
 -- script: claim_sample flags=allow-oom
--- needs: begin, brought, count_rung, home, leave, leave_project, node_of, now_ms, place
+-- needs: affinity, begin, brought, count_dispatched, leave, leave_project, node_of, now_ms, place
 -- Start a sampling request. ARGV: request id, worker ("node/boot"), lease in ms, most attempts or '', most bytes of
 -- content to bring along, or '' when the content is read already.
 -- Returns {attempts, 1 if one attempt is in doubt, ms since admission, adapter or false, content}; {} when it is terminal,
@@ -193,16 +193,16 @@ if ARGV[4] ~= '' and attempts > tonumber(ARGV[4]) then
 end
 local found = redis.call('HMGET', op, 'admitted', 'adapter', 'ring')
 local node, queue = node_of(ARGV[2]), redis.call('HGET', 'tinsmith:pending_queue', ARGV[1])
-if found[3] == 'off' then count_rung(ARGV[1], queue, leave_project(ARGV[1], queue)) end
+if found[3] == 'off' then count_dispatched(ARGV[1], queue, leave_project(ARGV[1], queue)) end
 local before = place(ARGV[1], queue, node)
-local key = home_of(ARGV[1], found[2])
+local key = affinity_key(ARGV[1], found[2])
 -- Affinity moves to this node when the request was dispatched to the node with affinity and that node did not take it.
 local home = redis.call('GET', key)
-if not home or (home == before and node ~= before) then redis.call('SET', key, node, 'PX', HOME_MS) end
+if not home or (home == before and node ~= before) then redis.call('SET', key, node, 'PX', AFFINITY_MS) end
 return {attempts, doubtful, now_ms() - found[1], found[2], content}
 
 -- script: put_off_sample flags=allow-oom
--- needs: count_sampled, leave, leave_project, off, place, refund
+-- needs: count_sampled, leave, leave_project, place, refund, requeued
 -- Requeue a sampling request that a live worker cannot run now. It costs no attempt. If that worker held its lease, any
 -- worker may take it; one that is throttled or paused stays so, and keeps its place. For a request that was cancelled
 -- while the worker ran it, its usage is counted, and the unused tokens are refunded. ARGV: request id, worker, JSON of its
