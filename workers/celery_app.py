@@ -17,7 +17,7 @@ from celery import signals
 
 from app import dispatch, settings
 from app.errors import SetupError
-from workers.process import gpu_loads
+from workers.process import gpu_start_locks
 from workers.process.startup import refuse, uncollected
 
 config = settings.from_environment()
@@ -43,7 +43,7 @@ def _become(sender: Any, **_: Any) -> None:
     samples = any(work.samples for work in map(dispatch.parse_queue, queues) if work)
     try:
         with uncollected(), ExitStack() as locks:
-            lock = gpu_loads.starting(config.handover_dir, gpu_loads.visible(os.environ), alone=samples)
+            lock = gpu_start_locks.starting(config.handover_dir, gpu_start_locks.visible(os.environ), alone=samples)
             # The imports take seconds. So of a sampler and a trainer that a stack starts together, the sampler is
             # first: after the trainer, vLLM would measure its memory beside one that may compute already.
             if samples:

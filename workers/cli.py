@@ -14,7 +14,7 @@ from app import malloc, settings
 from app.dispatch import sample_queue, train_queue
 from app.errors import SetupError
 from app.settings.gpus import for_each
-from workers.process import gpu_loads, multinode
+from workers.process import gpu_start_locks, multinode
 from workers.process.startup import refuse, uncollected
 
 # A spin is a pause instruction, of some 140 cycles on current processors.
@@ -81,7 +81,7 @@ def _follow(everything: settings.Settings, base: settings.BaseModelSettings, *, 
         from workers.backends.training.backends import create
 
         backend = create(base, full=full)
-        with gpu_loads.starting(everything.handover_dir, gpu_loads.visible(os.environ), alone=False):
+        with gpu_start_locks.starting(everything.handover_dir, gpu_start_locks.visible(os.environ), alone=False):
             backend.open()
     backend.follow()
 

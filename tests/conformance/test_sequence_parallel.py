@@ -17,7 +17,7 @@ from tests.parity import architectures
 from tests.parity.reference import relative_error
 from workers.backends.training import backends, sequence_parallel
 from workers.backends.training.ranks import RankGroup
-from workers.backends.training.sequence_parallel import SequenceGroup
+from workers.backends.training.sequence_parallel import ModelParallelGroup
 from workers.backends.training.trainer import Trainer
 
 # Layers of 4 and of 2 key-value heads.
@@ -139,12 +139,12 @@ def test_a_model_that_ranks_cannot_share_is_refused(
 
 def test_ranks_that_are_no_multiple_are_refused() -> None:
     with pytest.raises(SetupError, match=r"trainer\.sequence_parallel is 2, but trainer\.ranks is 3"):
-        SequenceGroup.of(RankGroup(size=3), 2)
+        ModelParallelGroup.of(RankGroup(size=3), 2)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8])
 def test_each_token_belongs_to_one_rank(tokens: int) -> None:
-    groups = [SequenceGroup(rank, 4) for rank in range(4)]
+    groups = [ModelParallelGroup(rank, 4) for rank in range(4)]
     rows = [range(tokens)[group.own(tokens)] for group in groups]
     assert [row for own in rows for row in own] == [*range(tokens)]
     whole = tokens + groups[0].missing(tokens)

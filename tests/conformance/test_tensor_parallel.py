@@ -17,7 +17,7 @@ from tests.conformance.test_sequence_parallel import built, of_one
 from tests.parity import architectures
 from tests.parity.reference import relative_error
 from workers.backends.training import backends
-from workers.backends.training.sequence_parallel import SequenceGroup
+from workers.backends.training.sequence_parallel import ModelParallelGroup
 
 FAMILIES = (
     *("llama", "llama, tied head", "mistral, window", "ministral3", "qwen2", "qwen3", "granite", "cohere", "smollm3"),
@@ -155,5 +155,5 @@ def test_a_model_whose_layers_ranks_cannot_split_is_refused(
 ) -> None:
     base = settings(architectures.build(case, tmp_path, **shape), ranks=size, tensor_parallel=size)
     with pytest.raises(SetupError) as refused:
-        backends.split_layers(base, SequenceGroup(0, size))
+        backends.split_layers(base, ModelParallelGroup(0, size))
     assert str(refused.value).endswith(f"cannot run with trainer.tensor_parallel = {size}: {reason}")

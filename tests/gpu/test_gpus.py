@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.workers.process.test_gpus import found
+from tests.unit.workers.process.test_gpu_metrics import found
 
 
 def test_a_gpus_memory_is_reported_by_the_real_nvidia_smi() -> None:

@@ -20,7 +20,7 @@ from tests.parity.test_sampled_architectures import SPEC, check, compare, sample
 from workers.backends.sampling.base import create
 from workers.backends.sampling.vllm import engine
 from workers.backends.training.base import Create
-from workers.models import coverage
+from workers.models import target_modules
 
 ALL = bool(os.environ.get("TINSMITH_FAMILIES_ALL"))
 
@@ -76,7 +76,7 @@ def test_vllm_serves_adapters_on_the_linears_that_its_arguments_name(
     sampler = create(settings(base))
     with monkeypatch.context() as patch:
         patch.setattr(engine, "check_experts", lambda *_: None)
-        patch.setattr(coverage, "has_experts", lambda _: True)
+        patch.setattr(target_modules, "has_experts", lambda _: True)
         assert sampler.open().trainable_groups == ("attn", "unembed")
     trainer = trained(base, tmp_path / "adapter", replace(SPEC, train_mlp=False))
     sampler.load("m", tmp_path / "adapter")

@@ -31,12 +31,12 @@ from app.errors import SetupError, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends.failures import ran_out_of_memory
 from workers.models import experts, packed
-from workers.models.coverage import has_experts, left_out, undecided
 from workers.models.images import ImageReader, reader_of
 from workers.models.loading import rope
 from workers.models.loading.quantized import QuantizeOnLoad
 from workers.models.loading.sharded import ShardOnLoad, Split
 from workers.models.lora import shapes, targets
+from workers.models.target_modules import has_experts, left_out, undecided
 
 _SHOWN_CHARACTERS = 300
 _SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2")

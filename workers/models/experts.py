@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface, _grouped_linear, _grouped_mm
 
 from workers.backends.devices import moved
-from workers.models import coverage
+from workers.models import target_modules
 from workers.models.products import grouped
 from workers.models.quantized import QuantizedWeight, for_product
 
@@ -41,7 +41,7 @@ def found(model: nn.Module) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in model.named_modules()
-        if path.rpartition(".")[2] in _MODULES and coverage.in_language_model(path) and names(module)
+        if path.rpartition(".")[2] in _MODULES and target_modules.in_language_model(path) and names(module)
     }
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.models.coverage import has_experts
+from workers.models.target_modules import has_experts
 
 log = logging.getLogger(__name__)
 _NO_KERNELS = "no fused kernels, so layers take 1.5 times as long"

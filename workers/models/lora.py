@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from app.domain.adapters import Shape
 from app.domain.ops import LoraSpec
 from app.errors import UserOpError
-from workers.models import coverage, experts
+from workers.models import experts, target_modules
 from workers.models.adapter import Adapter, LoraPair, Segments, together
 from workers.models.products import batched, grouped
 
@@ -233,7 +233,7 @@ def targets(model: nn.Module) -> dict[str, list[str]]:
     form of workers.models.experts on stacked experts."""
     linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear | LoraLinear)]
     on_experts = experts.paths(model)
-    found = coverage.groups(linears, experts=coverage.has_experts(model) and not on_experts)
+    found = target_modules.groups(linears, experts=target_modules.has_experts(model) and not on_experts)
     return {**found, "mlp": found["mlp"] + on_experts}
 
 

@@ -13,7 +13,7 @@ from app.domain.adapters import KEY_PREFIX
 from app.domain.ops import LoraSpec
 from app.errors import UserOpError
 from workers.backends.training.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from workers.models import coverage, experts
+from workers.models import experts, target_modules
 from workers.models.adapter import SCORE, SCORE_KEY, Adapter, LoraPair
 
 
@@ -51,7 +51,10 @@ def _target_parameters(adapter: Adapter, model: nn.Module | None) -> list[str]:
     if not any(experts.is_pair(path) for path in adapter.pairs):
         return []
     assert model is not None, "the names of its experts are the model's"
-    return [*experts.target_parameters(model), *(f"{path}.weight" for path in adapter.pairs if coverage.is_mlp(path))]
+    return [
+        *experts.target_parameters(model),
+        *(f"{path}.weight" for path in adapter.pairs if target_modules.is_mlp(path)),
+    ]
 
 
 def _target_modules(adapter: Adapter, model: nn.Module | None) -> list[str]:
@@ -89,7 +92,7 @@ def _spec_of(config: dict[str, object]) -> LoraSpec:
     if not isinstance(modules, list) or not isinstance(config["lora_alpha"], int | float):
         raise ValueError("target_modules must be a list and lora_alpha a number")
     leaves = {_leaf(str(name)) for name in modules}
-    attn, mlp, unembed = (any(_leaf(name) in leaves for name in names) for names in coverage.GROUPS.values())
+    attn, mlp, unembed = (any(_leaf(name) in leaves for name in names) for names in target_modules.GROUPS.values())
     mlp = mlp or bool(config.get("target_parameters"))
     return LoraSpec(int(str(config["r"])), attn, mlp, unembed, alpha=config["lora_alpha"])
 

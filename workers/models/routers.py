@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from app.domain.routes import dtype_of
 from app.errors import UnservableModel
 from app.settings import BaseModelSettings
-from workers.models import base_model, coverage
+from workers.models import base_model, target_modules
 
 NO_ROUTE = -1
 """Stands in the place of an expert where a router chooses by itself."""
@@ -128,7 +128,7 @@ def check_replayable(settings: BaseModelSettings) -> None:
     """Raises UnservableModel when not every layer with experts has a router of a known form; SetupError as
     `base_model.skeleton` does."""
     model = base_model.skeleton(settings)
-    layers = {path.partition(".experts")[0] for path, _ in model.named_modules() if coverage.trains_experts(path)}
+    layers = {path.partition(".experts")[0] for path, _ in model.named_modules() if target_modules.trains_experts(path)}
     if not layers or len(found(model)) != len(layers):
         reason = "has routers of an unknown form" if layers else "has no experts"
         raise UnservableModel(

@@ -31,7 +31,7 @@ class _Gpu(NamedTuple):
     utilization: float
 
 
-class Gpus(Collector):
+class GpuMetrics(Collector):
     """The metrics of the GPUs that this process sees (CUDA_VISIBLE_DEVICES); none without nvidia-smi.
 
     A thread asks the driver, and a scrape reads its newest answer. A scrape is also the liveness probe of a worker, so

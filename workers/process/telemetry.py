@@ -15,7 +15,7 @@ from app.dispatch import KINDS, TaskEvents
 from app.errors import SetupError
 from app.settings import METRICS_PORT_VARIABLE
 from app.stores.redis.types import Entry
-from workers.process.gpus import Gpus
+from workers.process.gpu_metrics import GpuMetrics
 from workers.process.op_traces import OpTraces
 
 log = logging.getLogger("tinsmith.ops")
@@ -60,7 +60,7 @@ BATCH_WAITING = Gauge("tinsmith_batch_waiting", "Requests that wait in this samp
 LEASES_LAPSED = Counter("tinsmith_lost_leases_total", "Leases that this worker lost because it renewed them too late")
 REFUSED = Counter("tinsmith_refused_commits_total", "Commits refused, because another worker had taken over the model")
 
-GPUS = Gpus()
+GPUS = GpuMetrics()
 REGISTRY.register(GPUS)
 
 # Weight of the earlier calls at each call: the last 50 calls make up two thirds of the average.

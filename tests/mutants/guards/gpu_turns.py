@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant
 
 _TURNS = "workers/process/gpu_turns.py"
-_LOADS = "workers/process/gpu_loads.py"
-_OF_LOADS = "tests/unit/workers/process/test_gpu_loads.py"
+_LOADS = "workers/process/gpu_start_locks.py"
+_OF_LOADS = "tests/unit/workers/process/test_gpu_start_locks.py"
 _OF_TURNS = "tests/unit/workers/process/test_gpu_turns.py"
 _IN_TURNS = "tests/unit/workers/process/test_sampler_in_turns.py"
 _SHARED = "tests/unit/workers/test_shared_gpus.py"

@@ -13,7 +13,7 @@ _IMAGES = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test
 _IMAGE_FILES = "--confcutdir=tests/unit/app/wire tests/unit/app/wire/test_images.py"
 _ROUTES = "tests/unit/app/api/test_router_replay.py"
 _UNIT = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training"
-_COVERAGE = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_coverage.py"
+_COVERAGE = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_target_modules.py"
 _QUANTIZED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_quantized.py"
 _PACKED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_packed.py"
 _LOADING = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_loading.py"
@@ -118,7 +118,7 @@ MUTANTS = (
     ),
     # Weights that an adapter would silently leave out.
     Mutant(
-        "coverage: a base model with unknown weights is refused for LoRA",
+        "target modules: a base model with unknown weights is refused for LoRA",
         "workers/models/base_model.py",
         "if unknown := undecided(model, adapted):",
         "if unknown := []:",
@@ -302,7 +302,7 @@ MUTANTS = (
     Mutant(
         "quantised: routers and the vision tower stay as they are",
         "workers/models/loading/quantized.py",
-        "    found = coverage.groups(linears, experts=False)\n",
+        "    found = target_modules.groups(linears, experts=False)\n",
         '    found = {"attn": [path for path in linears if path != "lm_head"], "mlp": []}\n',
         f"{_QUANTIZED}::test_only_linears_and_experts_that_adapters_cover_are_quantised",
     ),

@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant(
         "vllm: no memory for adapters on experts",
         "workers/backends/sampling/vllm/arguments.py",
-        "if not coverage.has_experts(skeleton):",
+        "if not target_modules.has_experts(skeleton):",
         "if True:",
         f"{_ENGINES}/vllm/test_arguments.py::test_vllm_reserves_memory_for_adapters_on_no_expert",
     ),

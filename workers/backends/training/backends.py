@@ -41,7 +41,7 @@ from workers.backends.training.ranks import (
     join_alone,
     serve_hosts,
 )
-from workers.backends.training.sequence_parallel import SequenceGroup
+from workers.backends.training.sequence_parallel import ModelParallelGroup
 from workers.backends.training.trainer import Trainer
 from workers.models import base_model
 from workers.models.base_model import LoadedBase
@@ -147,7 +147,9 @@ class DeepSpeedBackend(Trainer):
             base=base,
             hidden_states=hidden_states,
             ranks=ranks,
-            engine=_initialize(base, hidden_states, trainer, None if split is None else SameParts.of(ranks, sequence)),
+            engine=_initialize(
+                base, hidden_states, trainer, None if split is None else DataParallelGroups.of(ranks, sequence)
+            ),
             split_layers=split,
             trained=trained,
             shards_optimizer=trainer.zero_stage > 0,
@@ -177,16 +179,16 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
     return RankGroup(dist.get_rank(), trainer.ranks, control_group(), store)
 
 
-def _parallel_groups(ranks: RankGroup, settings: BaseModelSettings) -> tuple[SequenceGroup, SplitLayers | None]:
+def _parallel_groups(ranks: RankGroup, settings: BaseModelSettings) -> tuple[ModelParallelGroup, SplitLayers | None]:
     """Makes the group of ranks that share micro-batches, and their layers where these are split. A collective."""
     trainer = settings.trainer
     if trainer.tensor_parallel == 1:
-        return SequenceGroup.of(ranks, trainer.sequence_parallel), None
-    group = SequenceGroup.of(ranks, trainer.tensor_parallel, _SPLIT)
+        return ModelParallelGroup.of(ranks, trainer.sequence_parallel), None
+    group = ModelParallelGroup.of(ranks, trainer.tensor_parallel, _SPLIT)
     return group, split_layers(settings, group)
 
 
-def split_layers(settings: BaseModelSettings, group: SequenceGroup) -> SplitLayers:
+def split_layers(settings: BaseModelSettings, group: ModelParallelGroup) -> SplitLayers:
     """Makes the layers of a base that a group of ranks splits. Raises SetupError where they cannot."""
     model = base_model.skeleton(settings)
     packed = logit_rule(model) is not None
@@ -195,18 +197,18 @@ def split_layers(settings: BaseModelSettings, group: SequenceGroup) -> SplitLaye
 
 
 @dataclass(frozen=True, slots=True)
-class SameParts:
+class DataParallelGroups:
     """The ranks with the same part of split layers as this one, in the form that DeepSpeed takes (Megatron's "mpu").
 
     Without it, DeepSpeed would broadcast rank 0's part of each weight to all ranks.
     """
 
     ranks: RankGroup
-    sharing: SequenceGroup
+    sharing: ModelParallelGroup
     group: Any
 
     @classmethod
-    def of(cls, ranks: RankGroup, sharing: SequenceGroup) -> SameParts:
+    def of(cls, ranks: RankGroup, sharing: ModelParallelGroup) -> DataParallelGroups:
         """Makes the groups. A collective."""
         groups = [dist.new_group(list(range(part, ranks.size, sharing.size))) for part in range(sharing.size)]
         return cls(ranks, sharing, groups[sharing.rank])
@@ -263,7 +265,7 @@ def _split(settings: BaseModelSettings, device: torch.device, layers: SplitLayer
 
 
 def _initialize(
-    base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerSettings, parts: SameParts | None
+    base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerSettings, parts: DataParallelGroups | None
 ) -> Any:
     """Puts the base in a DeepSpeed engine, with fp32 tensors still in fp32: the bf16 mode would round RoPE's angles and
     the weights that transformers keeps in fp32.

@@ -24,7 +24,7 @@ from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient,
 from workers.backends.training.memory import Activations, bytes_of_trained
 from workers.backends.training.packing import runs_of
 from workers.backends.training.ranks import RankGroup
-from workers.backends.training.sequence_parallel import ALONE, SequenceGroup
+from workers.backends.training.sequence_parallel import ALONE, ModelParallelGroup
 from workers.models import experts, fused, images, lora, quantized, routers
 from workers.models.adapter import Adapter
 from workers.models.base_model import LoadedBase
@@ -62,7 +62,7 @@ class Engine(ABC):
     shards_optimizer: bool = False
     shards_gradients: bool = False
     collective_passes: bool = False
-    sequence: SequenceGroup = ALONE
+    sequence: ModelParallelGroup = ALONE
     head_gradient: WeightGradient = field(default_factory=WeightGradient)
 
     @contextmanager
@@ -177,7 +177,7 @@ class HiddenStates(nn.Module):
         model: Any,
         trainer: TrainerSettings,
         agreed: Callable[[int], int] = int,
-        sequence: SequenceGroup = ALONE,
+        sequence: ModelParallelGroup = ALONE,
         layers: SplitLayers | None = None,
     ) -> None:
         """Prepares `model`, a transformers PreTrainedModel. `agreed`: see Activations. `sequence`: ranks that share

@@ -24,7 +24,7 @@ _SETTING = "trainer.sequence_parallel"
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceGroup:
+class ModelParallelGroup:
     """`size` ranks that share micro-batches; `rank` is this one's number among them, and `group` their process group.
 
     Each computes the outputs of its own consecutive tokens, whether the layers before them ran on these tokens
@@ -37,7 +37,7 @@ class SequenceGroup:
     group: Any = None
 
     @classmethod
-    def of(cls, ranks: RankGroup, size: int, setting: str = _SETTING) -> SequenceGroup:
+    def of(cls, ranks: RankGroup, size: int, setting: str = _SETTING) -> ModelParallelGroup:
         """Makes this rank's group of `size` neighbours, as `setting` says. A collective. Raises SetupError where they
         do not add up."""
         if ranks.size % size:
@@ -66,10 +66,10 @@ class SequenceGroup:
         return whole
 
 
-ALONE = SequenceGroup()
+ALONE = ModelParallelGroup()
 
 
-def own_rows(whole: Tensor, group: SequenceGroup) -> Tensor:
+def own_rows(whole: Tensor, group: ModelParallelGroup) -> Tensor:
     """Returns this rank's rows of [tokens, width], which every rank of the group has whole. So is its gradient on every
     rank: the backward pass is a collective."""
     return _OwnRows.apply(whole, group)  # type: ignore[no-any-return,no-untyped-call]
@@ -77,7 +77,7 @@ def own_rows(whole: Tensor, group: SequenceGroup) -> Tensor:
 
 class _OwnRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: SequenceGroup) -> Tensor:
+    def forward(ctx: Any, whole: Tensor, group: ModelParallelGroup) -> Tensor:
         ctx.group, ctx.tokens = group, len(whole)
         return whole[group.own(len(whole))].clone()
 
@@ -112,7 +112,7 @@ def _shares_heads(layer: Any, size: int, one_for_several: bool) -> bool:
     return heads % size == 0 and (kv_heads % size == 0 or (one_for_several and size % kv_heads == 0))
 
 
-def over_ranks(attention: Callable[..., tuple[Tensor, None]], group: SequenceGroup) -> Callable[..., Any]:
+def over_ranks(attention: Callable[..., tuple[Tensor, None]], group: ModelParallelGroup) -> Callable[..., Any]:
     """Returns the attention function for a rank's own tokens, from the one for all tokens."""
     from deepspeed.sequence.layer import DistributedAttention
 

@@ -14,7 +14,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from workers.models import coverage, experts, quantized
+from workers.models import experts, quantized, target_modules
 
 _METHOD = "tinsmith"
 
@@ -55,7 +55,7 @@ def names(model: nn.Module) -> set[str]:
     """The names of the parameters of a bare model that are quantised: those of linears and stacked experts that
     adapters can sit on, except the head, whose weight the loss reads."""
     linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    found = coverage.groups(linears, experts=False)
+    found = target_modules.groups(linears, experts=False)
     stacked = {f"{path}.{name}" for path, module in experts.found(model).items() for name in experts.names(module)}
     return {f"{path}.weight" for path in (*found["attn"], *found["mlp"])} | stacked
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from workers.process.gpu_loads import starting
+from workers.process.gpu_start_locks import starting
 
 _HOLDER = """
 import sys, time
 from pathlib import Path
-from workers.process.gpu_loads import starting
+from workers.process.gpu_start_locks import starting
 with starting(Path(sys.argv[1]), ["0"], alone=True):
     print("holds", flush=True)
     time.sleep(600)
@@ -24,13 +24,13 @@ _REPORT = """
 import fcntl, importlib.machinery, os, sys
 from types import SimpleNamespace
 from app import settings
-from workers.process import gpu_loads
-gpu_loads.visible = lambda environ: ["0"]
+from workers.process import gpu_start_locks
+gpu_start_locks.visible = lambda environ: ["0"]
 
 def free(kind):
-    [file] = gpu_loads._opened(settings.from_environment().handover_dir, ["0"])
+    [file] = gpu_start_locks._opened(settings.from_environment().handover_dir, ["0"])
     try:
-        return gpu_loads._locked([file], kind)
+        return gpu_start_locks._locked([file], kind)
     finally:
         os.close(file)
 

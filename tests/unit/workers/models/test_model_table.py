@@ -13,8 +13,8 @@ from app.settings import BaseModelSettings
 from tests.parity import architectures
 from workers.backends.sampling.transformers import kv_cache
 from workers.models import base_model, experts, lora
-from workers.models.coverage import undecided
 from workers.models.images import FAMILIES
+from workers.models.target_modules import undecided
 
 _DOCUMENT = Path(__file__).parents[4] / "docs" / "models.md"
 _CELLS = re.findall(r"^\| `(\w+)` \| (.+) \|$", _DOCUMENT.read_text(), re.MULTILINE)

@@ -21,7 +21,7 @@ from tests.parity import architectures
 from tests.parity.architectures import SHAPE
 from workers.backends.sampling.base import create as create_sampler
 from workers.models import base_model, experts, lora, peft_files
-from workers.models.coverage import left_out, undecided
+from workers.models.target_modules import left_out, undecided
 
 
 def on_meta(name: str, **fields: Any) -> Any:

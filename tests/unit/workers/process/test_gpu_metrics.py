@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.process.gpus import Gpus
+from workers.process.gpu_metrics import GpuMetrics
 
 ROWS = "0, GPU-a1, 1024, 81559, 50\n1, GPU-b2, 2048, 81559, 100\n"
 
@@ -24,7 +24,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-def reported(gpus: Gpus) -> dict[str, dict[str, float]]:
+def reported(gpus: GpuMetrics) -> dict[str, dict[str, float]]:
     return {
         metric.name.removeprefix("tinsmith_gpu_"): {sample.labels["gpu"]: sample.value for sample in metric.samples}
         for metric in gpus.collect()
@@ -32,7 +32,7 @@ def reported(gpus: Gpus) -> dict[str, dict[str, float]]:
 
 
 def found() -> dict[str, dict[str, float]]:
-    gpus = Gpus()
+    gpus = GpuMetrics()
     gpus.sample()
     return reported(gpus)
 
@@ -62,7 +62,7 @@ def test_a_worker_reports_the_gpus_it_sees(smi: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_scrape_never_asks_the_driver_which_may_hang(smi: Path):
-    gpus = Gpus()
+    gpus = GpuMetrics()
     assert reported(gpus)["memory_bytes"] == {}
     gpus.sample()
     smi.unlink()
@@ -71,7 +71,7 @@ def test_a_scrape_never_asks_the_driver_which_may_hang(smi: Path):
 
 def test_values_of_a_driver_that_hangs_are_dropped_after_a_minute(smi: Path):
     now = 1000.0
-    gpus = Gpus(lambda: now)
+    gpus = GpuMetrics(lambda: now)
     gpus.sample()
     now += 59
     assert reported(gpus)["memory_bytes"].keys() == {"0", "1"}
@@ -81,7 +81,7 @@ def test_values_of_a_driver_that_hangs_are_dropped_after_a_minute(smi: Path):
 
 def test_one_thread_samples_where_there_is_a_driver(smi: Path):
     before = threads()
-    gpus = Gpus()
+    gpus = GpuMetrics()
     gpus.start()
     assert threads() == before + 1
     for _ in range(3000):
@@ -90,7 +90,7 @@ def test_one_thread_samples_where_there_is_a_driver(smi: Path):
         time.sleep(0.01)
     assert reported(gpus)["memory_bytes"].keys() == {"0", "1"}
     smi.unlink()
-    Gpus().start()
+    GpuMetrics().start()
     assert threads() == before + 1
 
 

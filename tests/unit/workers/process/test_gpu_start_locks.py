@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.workers.conftest import await_true
-from workers.process import gpu_loads
-from workers.process.gpu_loads import starting, visible
+from workers.process import gpu_start_locks
+from workers.process.gpu_start_locks import starting, visible
 
 _FOREVER_S = 60.0
 SAMPLER, TRAINER = True, False
@@ -93,7 +93,7 @@ def test_workers_on_other_gpus_and_trainers_start_together(
 def test_a_sampler_that_waits_for_one_gpu_says_so_and_keeps_nobody_from_another(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, gpu_loads.__name__)
+    caplog.set_level(logging.INFO, gpu_start_locks.__name__)
     events: list[str] = []
     with ThreadPoolExecutor(2) as pool:
         with starting(tmp_path, ["1"], alone=False):
@@ -119,7 +119,7 @@ def test_a_worker_starts_without_locks_on_a_disk_that_has_none(
     def no_locks(file: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(gpu_loads.fcntl, "flock", no_locks)
+    monkeypatch.setattr(gpu_start_locks.fcntl, "flock", no_locks)
     with starting(tmp_path, ["0"], alone=True):
         assert "No locks available" in caplog.text
 
@@ -153,5 +153,5 @@ def test_a_gpu_has_one_name_for_all_processes(
         (tmp_path / address).mkdir()
     environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
     for for_cpus in (False, True):
-        monkeypatch.setattr(gpu_loads, "torch_is_for_cpus", partial(bool, for_cpus))
+        monkeypatch.setattr(gpu_start_locks, "torch_is_for_cpus", partial(bool, for_cpus))
         assert visible(environ, tmp_path) == ([] if for_cpus else found)

@@ -15,7 +15,7 @@ from workers.backends.sampling.base import BATCH
 from workers.backends.sampling.vllm.patches import MOST_HEAD_TOKENS
 from workers.backends.sampling.vllm.slots import with_reserve
 from workers.backends.sampling.vllm.worker import Extension
-from workers.models import coverage, lora
+from workers.models import lora, target_modules
 from workers.models.base_model import auto_class, local_path
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -62,7 +62,7 @@ def adapted(skeleton: Any) -> dict[str, list[str]]:
     MOST_HEAD_TOKENS.
     """
     found = lora.targets(skeleton)
-    without = {"mlp"} if coverage.has_experts(skeleton) else set()
+    without = {"mlp"} if target_modules.has_experts(skeleton) else set()
     if skeleton.config.get_text_config().vocab_size > MOST_HEAD_TOKENS:
         without.add("unembed")
     return {group: [] if group in without else paths for group, paths in found.items()}
@@ -102,7 +102,7 @@ def _adapters(settings: BaseModelSettings, skeleton: Any, dtype: str, on_gpu: bo
 
 def _target_modules(skeleton: Any) -> dict[str, list[str]]:
     """Names the linears of a model with experts; else vLLM reserves memory for adapters on each expert too."""
-    if not coverage.has_experts(skeleton):
+    if not target_modules.has_experts(skeleton):
         return {}
     paths = [path for group in adapted(skeleton).values() for path in group]
     return {"lora_target_modules": sorted({path.rpartition(".")[2] for path in paths})}

@@ -21,7 +21,7 @@ from app.settings import CUDA_BUILDS, BaseModelSettings
 from workers.backends.failures import StallDetector
 from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE
-from workers.models import coverage
+from workers.models import target_modules
 from workers.models.base_model import local_path
 
 T = TypeVar("T")
@@ -211,7 +211,7 @@ def check_experts(settings: BaseModelSettings, skeleton: nn.Module) -> None:
     With adapters on, vLLM runs experts in Triton alone, even where no adapter sits on them. Its CPU build has no
     Triton.
     """
-    if not torch.cuda.is_available() and coverage.has_experts(skeleton):
+    if not torch.cuda.is_available() and target_modules.has_experts(skeleton):
         raise UnservableModel(
             f"base model {settings.name!r} has experts, and vLLM's CPU build does not run them together with adapters: "
             "set sampler.backend to transformers"
@@ -285,7 +285,9 @@ def _head_sizes(model: nn.Module) -> set[int]:
     return {
         module.head_dim
         for path, module in model.named_modules()
-        if coverage.in_language_model(path) and hasattr(module, "head_dim") and hasattr(module, "num_key_value_groups")
+        if target_modules.in_language_model(path)
+        and hasattr(module, "head_dim")
+        and hasattr(module, "num_key_value_groups")
     }
 
 
