@@ -69,7 +69,7 @@ def _start_ranks(
 
 
 def _threads_each(ranks: int) -> int:
-    """The cores for each of so many ranks. torchrun itself would give each rank one thread."""
+    """The cores for each of `ranks` ranks. torchrun itself would give each rank one thread."""
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 

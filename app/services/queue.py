@@ -266,7 +266,7 @@ class _Lane:
         self._in_turns: dict[tuple[str, int], int] = {}
 
     def in_turns(self, owner: str, turns: int) -> int:
-        """The calls that run while each of the project's models has so many turns. They are counted once for all calls
+        """The calls that run while each of the project's models has `turns` turns. They are counted once for all calls
         with this number: a project may have thousands of models."""
         if (owner, turns) not in self._in_turns:
             self._in_turns[owner, turns] = sum(min(count, turns) for count in self._models[owner].values())

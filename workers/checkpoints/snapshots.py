@@ -112,8 +112,8 @@ class Snapshots:
     earlier version lives.
 
     Regardless of these limits, a load is followed by a snapshot at once, since its checkpoint may be deleted and a
-    replay must not need it. So is an Op after which one may be taken, when the journal has grown by more than
-    `journal_bytes` since the last.
+    replay must not need it. If the journal has grown by more than `journal_bytes` since the last snapshot, the next Op
+    that allows one is also followed by one at once.
     """
 
     def __init__(

@@ -166,7 +166,7 @@ def verify(folder: Path) -> Manifest:
 
 
 CheckRoom = Callable[[int], None]
-"""Raises Unavailable when the disk has no room for so many bytes."""
+"""Raises Unavailable when the disk has no room for this number of bytes."""
 Nearby = Callable[[str, Path, CheckRoom], bool]
 """(prefix, folder, check_room): creates the folder with a checkpoint's files. Returns False when this machine does not
 have the checkpoint."""

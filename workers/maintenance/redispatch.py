@@ -34,10 +34,10 @@ _LONGEST_PATIENCE_S = 60.0
 # A last dispatch longer ago tells nothing: its request has ended, or is due in any case. Not every round reads each
 # request.
 _REMEMBERED_S = 2 * _LONGEST_PATIENCE_S * _RUNNING_FACTOR
-# A queue gets no message again while it holds this many, and two for each model or request that waits for it: perhaps
-# nobody reads it, and it must not fill the broker. A lost message is still sent again. Beside a message for each other
-# model there is always room. And a queue that is read gets shorter, as a message whose call has ended takes no time;
-# meanwhile a trainer also runs calls whose messages it has not read.
+# A queue with more messages than this, and more than two for each model or request that waits for it, gets none again:
+# perhaps nobody reads it, and it must not fill the broker. Below that bound a lost message is sent again. A queue that
+# is read drains fast, because a message for an ended call costs nothing; meanwhile a trainer also runs calls whose
+# messages it has not read.
 _LONGEST_QUEUE = 1_000
 _MESSAGES_EACH = 2
 # Seqs given up in one round. A client that leaves out millions waits longer, instead of everybody else.

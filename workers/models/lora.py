@@ -87,7 +87,7 @@ class StackedSegments(tuple[tuple[Adapter | None, int], ...]):
 
 
 def _row(adapter: Adapter | None, linears: int, rank: int) -> nn.Parameter | None:
-    """The tensor of an adapter that lies as a row of stacks of so many linears and this rank, if it has one."""
+    """The tensor of an adapter that lies as a row of stacks of `linears` linears and this rank, if it has one."""
     if adapter is None or len(adapter.linears) != linears or adapter.spec.rank != rank or not grouped.is_aligned(rank):
         return None
     return adapter.row

@@ -43,8 +43,8 @@ class FairQueue:
         return known if project in self._waiting else max(known, self._now)
 
     def enter(self, project: str) -> None:
-        """Marks the project as waiting until it leaves. Meanwhile it keeps the cost it is given back, wherever the
-        others are."""
+        """Marks the project as waiting until it leaves. While it waits, a refund may move it below the current virtual
+        time."""
         self._virtual_times = {**self._virtual_times, project: self.virtual_time(project)}
         self._waiting.add(project)
 
@@ -63,20 +63,24 @@ class FairQueue:
         self._now = max(self._now, self.virtual_time(project) - self._reserved.get(project, 0.0))
 
     def reserve(self, project: str, cost: float) -> None:
-        """Charges the project the most that a turn may cost, until that turn has ended."""
-        self._reserved[project] = self._reserved.get(project, 0.0) + cost / self._weight_of(project)
-        self.charge(project, cost)
+        """Charges the project the most that a turn may cost, until that turn has ended. `cost` is divided by the
+        project's weight already, since the weight may change before `settle`."""
+        self._reserved[project] = self._reserved.get(project, 0.0) + cost
+        self._add(project, cost)
 
     def settle(self, project: str, reserved: float, cost: float) -> None:
-        """Replaces the `reserved` charge of a turn by its real `cost`."""
-        left = self._reserved.pop(project, 0.0) - reserved / self._weight_of(project)
+        """Replaces the `reserved` charge of a turn by its real `cost`, divided by the same weight."""
+        left = self._reserved.pop(project, 0.0) - reserved
         if left > _NOTHING:
             self._reserved[project] = left
-        self.charge(project, cost - reserved)
+        self._add(project, cost - reserved)
 
     def charge(self, project: str, cost: float) -> None:
         """Charges the project `cost`; a negative cost gives back what it was charged too much."""
-        charged = {**self._virtual_times, project: self.virtual_time(project) + cost / self._weight_of(project)}
+        self._add(project, cost / self._weight_of(project))
+
+    def _add(self, project: str, time: float) -> None:
+        charged = {**self._virtual_times, project: self.virtual_time(project) + time}
         kept = self._waiting
         self._virtual_times = {name: time for name, time in charged.items() if time > self._now or name in kept}
 

@@ -118,8 +118,8 @@ class Heartbeat:
             self._is_recorded = True
 
     def _delete(self, namespace: str, key: str) -> None:
-        """Deletes a record, and does not insist on replicas: after a failover, a record that is back expires, or counts
-        less than a live worker."""
+        """Deletes a record without waiting for replicas. A failover may bring the record back, which is harmless: it
+        expires, or a live worker takes precedence."""
         with suppress(NotReplicated):
             self._records.delete(namespace, key)
 

@@ -22,7 +22,8 @@ from workers.process.runtime import exit_on_hang
 log = logging.getLogger(__name__)
 # The rest of the shortest grace is for the state server, which may be slow.
 _WITHIN_S = 7.0
-# A task that was about to begin another request has begun it after this time.
+# The pause before a second call. A task that was just about to begin another request has begun it by then, so the
+# second call gives that one back too.
 _AGAIN_S = 0.2
 _SIGNALS = {signal.SIGTERM, signal.SIGINT}
 

@@ -274,7 +274,7 @@ class AdapterFiles:
             self._forget_unused(lambda: sum(self._sizes.values()) <= self._most_bytes)
 
     def _make_room(self, size: int) -> None:
-        """Raises Unavailable when the disk has no room for so many bytes, even without the unused files."""
+        """Raises Unavailable when the disk has no room for `size` bytes, even without the unused files."""
         with self._lock:
             self._forget_unused(lambda: not self._cache.shortage(size))
         self._cache.check(size)

@@ -142,7 +142,7 @@ class ThrottledDispatch:
     """Throttled dispatch of a queue's requests.
 
     `send(kind, request id, sampling session id, queue)` dispatches a request. `most_served()` returns the projects
-    whose turns are not due, the one that had most last."""
+    that had more than the least served one, in the order of their virtual times: their requests come last."""
 
     oplog: RedisOpLog
     send: Callable[[str, str, str, str], None]

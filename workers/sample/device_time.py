@@ -25,8 +25,8 @@ class DeviceClock:
 
     @contextmanager
     def share(self, sequences: int, handle: RequestHandle) -> Iterator[None]:
-        """A request of so many sequences is inside while the block runs. At the end of the block `handle` gets its
-        time."""
+        """Counts a request of `sequences` sequences while the block runs. At its end `handle` gets the request's
+        device time."""
         entered = self._change(sequences)
         try:
             yield

@@ -171,7 +171,7 @@ class Committer:
             ) from error
 
     def _run_ops(self, group: Sequence[StartedOp]) -> list[Future[OpResult]]:
-        """The attempts that running the Ops of a pass leads to, in the order of the Ops."""
+        """Runs the Ops of a pass. Returns the result of each, in the order of the Ops."""
         try:
             if len(group) > 1:
                 return self._run_together(group)

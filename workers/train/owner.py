@@ -32,8 +32,8 @@ MAX_ATTEMPTS = 3
 
 @dataclass
 class Resident:
-    """A model whose state here equals its journal up to `reached`. It is committed up to `applied`; while a save is
-    being written it is ahead of that, and the save is the first of the `uncommitted`.
+    """A model with its live state. The state contains all Ops up to `reached`; those up to `applied` are committed.
+    `uncommitted` holds the rest: a save that is being written, then the Ops that ran behind it.
 
     `used` is the time of its last request and `served` that of its last turn (both monotonic). Its next turn is charged
     `debt_s`, the seconds its restore took.

@@ -67,7 +67,7 @@ def check_at_start(client: redis.Redis) -> None:
 
 
 def confirmed(client: redis.Redis, replicas: int, *command: Any) -> Any:
-    """The reply to a command, once so many replicas have all that the server had written when it replied. Raises
+    """The reply to a command, once `replicas` replicas have all that the server had written when it replied. Raises
     NotReplicated with the reply; the command has been run then.
 
     WAIT waits for what its own connection wrote, and a repeated call writes nothing: a mark is written in front of it.

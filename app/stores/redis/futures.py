@@ -1,6 +1,6 @@
 """Futures on Redis: sampling requests, the results of these and of Ops, and the payloads of both.
 
-Each method of RedisFutures is one script in lua/, or one read.
+Each change is one script in lua/.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class RedisFutures:
 
     def _start(self, request_id: str, start: Callable[[int | str], Any]) -> tuple[Any, bytes]:
         """The reply of a script that starts a call, and the call's content. `start(most)` runs the script, which brings
-        along a content of at most so many bytes; '' if none is wanted.
+        along a content of at most these bytes; '' if none is wanted.
 
         Other content is read before the start is noted: an object store that is away must not count as an attempt. Lost
         content is returned empty, so that the attempt fails, and after the last attempt the Op.

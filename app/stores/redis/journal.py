@@ -1,4 +1,4 @@
-"""The journal of training Ops on Redis: each method is one script in lua/, or one read.
+"""The journal of training Ops on Redis: each change is one script in lua/.
 
 The journal is the truth: one for each model, read by seq. A Celery message only dispatches an Op. It may be lost,
 doubled, late or out of order, and nothing in the journal changes.
@@ -40,12 +40,12 @@ _ERRORS: dict[str, type[RequestError]] = {"unknown": NotFound, "ended": Gone, "f
 # The journal holds a reason twice, and once more in each Op that it fails. A client's text in it may have megabytes.
 _LONGEST_REASON = 1_000
 _RESTORES_S = 3600
-# A restore holds so much of the journal at once.
+# The bytes of a journal that a restore holds at once.
 _AT_ONCE, _AT_ONCE_BYTES = 32, 4 * 2**20
 
 
 class RedisOpLog(RedisFutures):
-    """Journals and leases, beside the futures; each method is one atomic step.
+    """Journals and leases, beside the futures; each change is one atomic step.
 
     Only the next seq of a model (applied + 1) can be committed, once, and only under the newest epoch.
     """
@@ -304,11 +304,11 @@ class RedisOpLog(RedisFutures):
         return str(self._run("room").decode().removeprefix("FULL "))
 
     def take_calls(self, seconds: float) -> None:
-        """Notes that an API process accepts calls, for so long from now."""
+        """Notes that an API process accepts calls, for `seconds` from now."""
         self._run("take_calls", int(seconds * 1000))
 
     def take_none(self, reason: str, seconds: float) -> None:
-        """Has new calls refused for this reason, for so long from now."""
+        """Has new calls refused for this reason, for `seconds` from now."""
         self._run("take_none", reason, int(seconds * 1000))
 
     def calls_taken_s(self) -> float:

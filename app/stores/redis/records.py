@@ -72,7 +72,7 @@ def load(cls: type[R], stored: Mapping[str, str]) -> R:
 
 
 class RedisRecords:
-    """Small flat records by namespace and id: sessions, sampling sessions, checkpoints, workers."""
+    """Small flat records by namespace and id: sessions, models, checkpoints, workers and others (app/domain/records.py)."""
 
     def __init__(self, client: redis.Redis, settings: EngineSettings = _DEFAULTS) -> None:
         self._redis = client
@@ -294,7 +294,7 @@ class RedisRecords:
             yield from zip(slice_, map(text_fields, found), strict=True)
 
     def progress(self, model_ids: Sequence[str], most_points: int) -> Sequence[Progress]:
-        """The progress of each model, with at most so many points; an empty one for an unknown or ended model."""
+        """The progress of each model, with at most `most_points` points; an empty one for an unknown or ended model."""
         with self._redis.pipeline(transaction=False) as pipe:
             for model_id in model_ids:
                 pipe.hmget(keys.model(model_id), "steps", "trained_tokens")

@@ -57,8 +57,9 @@ class Footprint:
     def peak(self, again: int) -> float:
         """Returns the bytes of one token in a pass that computes the first `again` layers again.
 
-        The first ones, because the backward pass comes to them last. By then it has freed the activations of the
-        others, and a layer that is computed again takes their place. The last layers would come on top of them all.
+        The first ones, because the backward pass reaches them last. By then it has freed the activations of the later
+        layers, and a layer that is computed again reuses that memory. The last layers would need theirs on top of all
+        that is still kept.
         Unless `again` is 0, one layer is counted on top: it is needed if all are computed again, and is else a margin.
         """
         if not again:
@@ -163,7 +164,7 @@ class Activations:
         self._set(self._always)
 
     def during(self, tokens: int, device: torch.device, run: Callable[[int], object]) -> AbstractContextManager[object]:
-        """Returns the context for a forward of so many tokens. `run` makes a forward of as many as it is given.
+        """Returns the context for a forward of `tokens` tokens. `run` makes a forward of as many as it is given.
 
         A collective where the ranks must agree.
         """
@@ -190,7 +191,7 @@ class Activations:
         return micro_batch_tokens(self._footprint_by(run), usable, self._setting, most)
 
     def _usable(self, tokens: int, device: torch.device, reserved: int = 0) -> float:
-        """Returns the bytes of `device` that the activations of so many tokens may take, if `reserved` are taken."""
+        """Returns the bytes of `device` that the activations of `tokens` tokens may take, if `reserved` are taken."""
         free = free_memory(device) - reserved
         if device.type == "cpu":
             return free * _USABLE

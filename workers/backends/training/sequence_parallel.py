@@ -52,7 +52,7 @@ class ModelParallelGroup:
         return -tokens % self.size
 
     def own(self, tokens: int) -> slice:
-        """Returns this rank's rows of so many tokens. The last ranks may have fewer rows than the others, or none."""
+        """Returns this rank's rows of `tokens` tokens. The last ranks may have fewer rows than the others, or none."""
         most = -(-tokens // self.size)
         return slice(min(self.rank * most, tokens), min((self.rank + 1) * most, tokens))
 

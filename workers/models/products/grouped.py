@@ -38,7 +38,7 @@ def aligned(size: int) -> int:
 
 
 def suits(x: Tensor, out: Tensor, segments: int) -> bool:
-    """True if torch has kernels for the grouped products between x [T, in] and out [T, out] of so many segments."""
+    """True if torch has kernels for the grouped products between x [T, in] and out [T, out] of `segments` segments."""
     fits = is_aligned(x.shape[1]) and is_aligned(out.shape[1]) and segments <= MOST_GROUPS
     return fits and has_kernels(x.device, x.dtype)
 

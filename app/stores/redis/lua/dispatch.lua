@@ -23,7 +23,7 @@ local function affinity_key(request, adapter)
 end
 
 -- part: look_at
--- The load of a sampler: `room`, the sequences that still fit into its batch (below 0: so many sequences wait for
+-- The load of a sampler: `room`, the sequences that still fit into its batch (below 0: the sequences that wait for
 -- room); `batch`, the sequences of a full batch; `takes`, true if it is given another request. nil when the sampler is
 -- gone, unhealthy, or reads another queue.
 local function look_at(node, queue)
@@ -104,7 +104,7 @@ local function paused_rows(queue) return 'tinsmith:paused_rows:' .. queue end
 
 -- part: requeued
 -- needs: now_ms
--- A requeued request counts for its project for so long. A live worker begins it much sooner. A process of an earlier
+-- A requeued request counts for its project for this time. A live worker begins it much sooner. A process of an earlier
 -- version that begins or ends it leaves it on the list.
 local REQUEUED_MS = 3600000
 

@@ -100,7 +100,7 @@ return 0
 
 -- script: expire flags=allow-oom
 -- needs: now_ms
--- End the sessions without a heartbeat or call for so long. ARGV: ms of silence, most sessions. Returns their ids.
+-- End the sessions that are silent for longer than ARGV[1]. ARGV: ms of silence, most sessions. Returns their ids.
 local now = now_ms()
 local silent = redis.call('ZRANGEBYSCORE', 'tinsmith:sessions_heard', '-inf', now - ARGV[1], 'LIMIT', 0, ARGV[2])
 for _, id in ipairs(silent) do

@@ -81,7 +81,7 @@ return redis.call('HSETNX', page, ARGV[3], string.format('%.0f ', now_ms()) .. A
 -- script: close_pages flags=allow-oom
 -- needs: pages
 -- Close the pages of past hours: nothing is written to them any more, whatever the clock says later. ARGV: most pages.
--- Returns so many closed pages, "<book>/<project>/<hour>" each, the oldest first.
+-- Returns closed pages, "<book>/<project>/<hour>" each, the oldest first.
 local closed = math.max(pages_closed(), hour_now() - 1)
 redis.call('SET', 'tinsmith:pages_closed', closed)
 return redis.call('ZRANGEBYSCORE', 'tinsmith:pages', '-inf', closed, 'LIMIT', 0, ARGV[1])

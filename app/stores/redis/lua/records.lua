@@ -68,7 +68,7 @@ return 1
 -- needs: change_record, no_room, reserved
 -- Record a checkpoint that room is reserved for; its bytes count instead of the reservation from now on. Its owner is
 -- that of its run, whose session may have been moved meanwhile.
--- ARGV: path, bytes, field, value, ... Returns 1, 0 when it exists, or -1 when so much room is not reserved any more.
+-- ARGV: path, bytes, field, value, ... Returns 1, 0 when it exists, or -1 when this room is not reserved any more.
 local key = 'tinsmith:checkpoints:' .. ARGV[1]
 if redis.call('EXISTS', key) == 1 then
   end_reservation(ARGV[1])

@@ -53,7 +53,7 @@ end
 -- The error for such a result; the worker delivers it again.
 local function lapsed() return redis.error_reply('FULL the result took so long to write that it has lapsed') end
 
--- Store a result for so many seconds: a small body in the future, a large one in a key that expires with the future.
+-- Store a result until its time has passed: a small body in the future, a large one in a key that expires with the future.
 local function store_result(request, result, keep_s)
   local future = 'tinsmith:future:' .. request
   redis.call('HSET', future, 'state', result.state, 'type', result.type, 'ended', now_ms())

@@ -26,7 +26,7 @@ def with_reserve(slots: int) -> int:
 
 
 def without_reserve(sequences: int) -> int:
-    """Returns the number of slots for an engine that decodes so many sequences at once."""
+    """Returns the number of slots for an engine that decodes this number of sequences at once."""
     return max(1, sequences - max(1, sequences // (_RESERVE + 1)))
 
 
