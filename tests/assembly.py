@@ -18,7 +18,7 @@ from app.stores.redis.journal import RedisOpLog
 from workers.backends.sampling.base import SamplerBackend
 from workers.process.gpu_turns import GpuTurns
 from workers.process.parts import Parts, Serving
-from workers.sample.assembly import Sampler, assemble_sampler
+from workers.sample.assembly import AssembledSampler, assemble_sampler
 
 INFO = BaseModelInfo("base", "Qwen3ForCausalLM", 320, 512, "float32", ())
 # No server is there.
@@ -50,7 +50,7 @@ def sampler(
     lease_s: float = 3600.0,
     cancelled: str = keys.ABORTED_CHANNEL,
     turns: GpuTurns | None = None,
-) -> Sampler:
+) -> AssembledSampler:
     """A sampler over the state server at `url`, with its files in `folder`. It asks after its leases three times a
     `lease_s`, and uses its GPUs in `turns` if any are given."""
     engine = EngineSettings(lease_s=lease_s, handover_dir=str(folder / "handover" / worker))

@@ -9,7 +9,7 @@ import redis
 
 from app.domain.results import HOUR_S
 from app.settings import EngineSettings
-from app.stores.pages import Page
+from app.stores.pages import LedgerPage
 from app.stores.redis import keys
 from app.stores.redis.pages import RedisPages
 
@@ -24,8 +24,8 @@ def in_mid_hour() -> None:
         time.sleep(left + 0.1)
 
 
-def listed(client: redis.Redis) -> list[Page]:
-    return [Page.parse(name.decode()) for name in client.zrange(keys.PAGES, 0, -1)]
+def listed(client: redis.Redis) -> list[LedgerPage]:
+    return [LedgerPage.parse(name.decode()) for name in client.zrange(keys.PAGES, 0, -1)]
 
 
 def used(client: redis.Redis, project: str = "me") -> dict[str, int]:
@@ -52,10 +52,10 @@ def _all(client: redis.Redis, project: str) -> dict[str, int]:
     return dict(total)
 
 
-def age(client: redis.Redis, hours: int = 1) -> list[Page]:
+def age(client: redis.Redis, hours: int = 1) -> list[LedgerPage]:
     """Moves all existing pages so many hours back, as if that time had passed."""
     for page in listed(client):
-        older = Page(page.ledger, page.project, page.hour - hours)
+        older = LedgerPage(page.ledger, page.project, page.hour - hours)
         client.rename(keys.page(page), keys.page(older))
         client.zrem(keys.PAGES, str(page))
         client.zadd(keys.PAGES, {str(older): older.hour})

@@ -28,7 +28,7 @@ Fields = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class LedgerPage:
     """The name of one page. `hour` counts hours since the beginning of 1970, UTC."""
 
     ledger: Ledger
@@ -36,7 +36,7 @@ class Page:
     hour: int
 
     @classmethod
-    def parse(cls, text: str) -> Page:
+    def parse(cls, text: str) -> LedgerPage:
         """Parses the text that `str` makes of a page."""
         ledger, project, hour = text.split("/")
         return cls("usage" if ledger == "usage" else "audit", project, int(hour))
@@ -63,14 +63,14 @@ class PageFiles:
         self._objects = objects
         self._cached = _Cache(cached_bytes)
 
-    def add(self, page: Page, fields: Fields) -> None:
+    def add(self, page: LedgerPage, fields: Fields) -> None:
         """Stores a page. A page that exists already stays: it was stored before the state server was set back to an
         earlier state."""
         self._objects.put_new(_key(page), json.dumps(dict(fields), sort_keys=True).encode())
 
-    def find(self, ledger: Ledger, project: str, hours: range) -> dict[Page, Fields]:
+    def find(self, ledger: Ledger, project: str, hours: range) -> dict[LedgerPage, Fields]:
         """The stored pages of these hours. Leaves out a damaged page, and logs it."""
-        wanted = {_key(page): page for page in (Page(ledger, project, hour) for hour in hours)}
+        wanted = {_key(page): page for page in (LedgerPage(ledger, project, hour) for hour in hours)}
         listed = (key for month in _months(hours) for key in self._objects.list(f"{ledger}/{project}/{month}"))
         found = {wanted[key]: self._read(key) for key in listed if key in wanted}
         return {page: fields for page, fields in found.items() if fields is not None}
@@ -114,7 +114,7 @@ class _Cache:
                 self._left += len(self._contents.popitem(last=False)[1])
 
 
-def _key(page: Page) -> str:
+def _key(page: LedgerPage) -> str:
     return f"{page.ledger}/{page.project}/{_begin(page.hour):%Y-%m-%d/%H}.json"
 
 

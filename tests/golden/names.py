@@ -21,7 +21,7 @@ from app.signing import UrlSigner
 from app.stores.objects import notes
 from app.stores.objects.accounts import AccountFiles
 from app.stores.objects.folder import FolderStore
-from app.stores.pages import Page, PageFiles
+from app.stores.pages import LedgerPage, PageFiles
 from app.stores.redis import keys
 from app.stores.redis.records import dump
 from workers.checkpoints import transfer
@@ -100,7 +100,7 @@ def _keys() -> dict[str, str]:
         "lease": keys.lease(MODEL),
         "record": keys.record("namespace", "key"),
         "index": keys.index("namespace"),
-        "page": keys.page(Page("usage", "project", 3)),
+        "page": keys.page(LedgerPage("usage", "project", 3)),
         "placed": keys.placed("sample.base"),
         "sampled": keys.sampled(SAMPLER),
         "completed": keys.completed(f"{SAMPLER}/0"),
@@ -196,8 +196,8 @@ def _objects() -> dict[str, Any]:
         for record in RECORDS.values():
             if isinstance(record, Organisation | Project | User | Key):
                 AccountFiles(store).add(record)
-        PageFiles(store).add(Page("usage", "me", 472_222), {"training base key": "5"})
-        PageFiles(store).add(Page("audit", "me", 472_222), {"id": "1700000000000 {}"})
+        PageFiles(store).add(LedgerPage("usage", "me", 472_222), {"training base key": "5"})
+        PageFiles(store).add(LedgerPage("audit", "me", 472_222), {"id": "1700000000000 {}"})
         notes.note_move(store, "session", _AT, "other")
         prefix = str(CheckpointPrefix(MODEL, "weights", "a", 1, 3))
         notes.note(store, prefix, "expires_at", _AT, _AT + 60)

@@ -18,7 +18,7 @@ from app.domain.records import Checkpoint, Model, Sampler, Session, ShmTransfer,
 from app.domain.results import Result
 from app.settings import EngineSettings, RedisSettings, Settings
 from app.stores.objects.folder import FolderStore
-from app.stores.pages import Page, StorageUse
+from app.stores.pages import LedgerPage, StorageUse
 from app.stores.redis.backlog import RedisBacklog, RedisCalls
 from app.stores.redis.completions import RedisCompletions, TokenChunk, TokenStreams
 from app.stores.redis.journal import RedisOpLog
@@ -283,7 +283,7 @@ def _usage_pages(step: Scenario, url: str) -> None:
     step("measure again", lambda: pages.measure(5.5, 6.5, held))
     step.left("written")
     step("close", lambda: pages.close(10))
-    step("drop", lambda: pages.drop(Page("usage", "me", 1)))
+    step("drop", lambda: pages.drop(LedgerPage("usage", "me", 1)))
     step("late", lambda: pages.measure(6.5, 7.5, held))
     step.left("closed")
 

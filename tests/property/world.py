@@ -37,7 +37,7 @@ from tests.property.faults import Crash, Fault, Faults
 from tests.property.vector_backend import VectorBackend
 from workers.process.liveness import LeaseKeeper
 from workers.process.parts import Serving
-from workers.train.assembly import Overrides, Trainer, assemble_trainer
+from workers.train.assembly import AssembledTrainer, Overrides, assemble_trainer
 
 BASE = "base"
 MODEL = "session:train:0"
@@ -47,7 +47,7 @@ _LEASE_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Process(Trainer):
+class Process(AssembledTrainer):
     """One trainer. `backend` is its own, beneath the faults. `dispatched` lists the requests that it dispatched."""
 
     backend: VectorBackend

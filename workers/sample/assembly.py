@@ -23,7 +23,7 @@ from workers.sample.runner import RunningRequests, SampleRunner, TokenPublisher
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
+class AssembledSampler:
     """An assembled sampler. `cancellations` reports the requests that were cancelled."""
 
     parts: Parts
@@ -32,7 +32,9 @@ class Sampler:
     runtime: Runtime
 
 
-def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: str = keys.ABORTED_CHANNEL) -> Sampler:
+def assemble_sampler(
+    parts: Parts, serving: Serving[SamplerBackend], cancelled: str = keys.ABORTED_CHANNEL
+) -> AssembledSampler:
     """Assembles a sampler around its open backend. It hears of cancelled requests on the channel `cancelled`."""
     oplog, queue, backend, sampler = parts.oplog, serving.queue, serving.backend, serving.base.sampler
     fair_queue, running_requests, publisher = FairQueue(), RunningRequests(), TokenPublisher(parts.streams)
@@ -83,7 +85,7 @@ def assemble_sampler(parts: Parts, serving: Serving[SamplerBackend], cancelled: 
         leave=heartbeat.leave,
         hand_back=hand_back,
     )
-    return Sampler(parts, runner, cancellations, runtime)
+    return AssembledSampler(parts, runner, cancellations, runtime)
 
 
 def _adapters(parts: Parts, serving: Serving[SamplerBackend], fair_queue: FairQueue) -> Adapters:

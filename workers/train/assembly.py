@@ -50,7 +50,7 @@ _PRODUCTION = Overrides()
 
 
 @dataclass(frozen=True)
-class Trainer:
+class AssembledTrainer:
     """An assembled trainer."""
 
     parts: Parts
@@ -98,7 +98,9 @@ class Trainer:
         self.parts.keeper.stop()
 
 
-def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides: Overrides = _PRODUCTION) -> Trainer:
+def assemble_trainer(
+    parts: Parts, serving: Serving[TrainingBackend], overrides: Overrides = _PRODUCTION
+) -> AssembledTrainer:
     """Assembles a trainer around its open backend."""
     oplog, send, queue, backend = parts.oplog, parts.dispatcher.send, serving.queue, serving.backend
     executor, snapshots, restore = _storage(parts, backend, overrides)
@@ -142,7 +144,7 @@ def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides:
         gpu_turn=serving.gpu_turn_soon,
         has_gpu_turn=serving.has_gpu_turn,
     )
-    return Trainer(
+    return AssembledTrainer(
         parts=parts,
         serving=serving,
         watchdog=watchdog,

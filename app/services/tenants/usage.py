@@ -17,7 +17,7 @@ from app.errors import BadRequest
 from app.services.tenants.access import ListedCheckpoint, check_role, list_checkpoints, users_of
 from app.services.tenants.audit import admin_projects
 from app.services.views import check_seen, texts, timestamp, user_urn
-from app.stores.pages import Fields, Page
+from app.stores.pages import Fields, LedgerPage
 from app.stores.redis.pages import UsageLedger
 from app.stores.redis.records import RedisRecords
 
@@ -143,7 +143,7 @@ class UsageService:
         return hours
 
     def _events(
-        self, page: Page, fields: Fields, sessions: Mapping[str, dict[str, Any]], emails: Mapping[str, str]
+        self, page: LedgerPage, fields: Fields, sessions: Mapping[str, dict[str, Any]], emails: Mapping[str, str]
     ) -> Iterator[dict[str, Any]]:
         for kind, session, base_model, amount in totals(fields):
             if kind == DEVICE:  # the SDK has no event for it

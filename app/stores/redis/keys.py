@@ -130,7 +130,7 @@ All times come from the Redis server's clock (TIME), so no two clocks are ever c
 
 from __future__ import annotations
 
-from app.stores.pages import Page
+from app.stores.pages import LedgerPage
 
 PREFIX = "tinsmith:"
 DONE_CHANNEL = PREFIX + "done"
@@ -206,7 +206,7 @@ def index(namespace: str) -> str:
     return f"{PREFIX}index:{namespace}"
 
 
-def page(page: Page) -> str:
+def page(page: LedgerPage) -> str:
     return f"{PREFIX}page:{page}"
 
 

@@ -10,7 +10,7 @@ from typing import cast
 import redis
 
 from app.settings import EngineSettings
-from app.stores.pages import Fields, Ledger, Page, PageFiles, StorageUse
+from app.stores.pages import Fields, Ledger, LedgerPage, PageFiles, StorageUse
 from app.stores.redis import keys
 from app.stores.redis.client import Scripts, read_hash, text_fields
 
@@ -22,25 +22,27 @@ class RedisPages:
         self._redis = client
         self._run = Scripts(client, settings)
 
-    def close(self, limit: int) -> list[Page]:
+    def close(self, limit: int) -> list[LedgerPage]:
         """Closes the pages of past hours for good. Returns at most this many of the closed pages."""
-        return [Page.parse(name.decode()) for name in self._run("close_pages", limit)]
+        return [LedgerPage.parse(name.decode()) for name in self._run("close_pages", limit)]
 
-    def drop(self, page: Page) -> None:
+    def drop(self, page: LedgerPage) -> None:
         """Deletes a closed page that has been stored elsewhere."""
         with self._redis.pipeline() as pipe:
             pipe.delete(keys.page(page))
             pipe.zrem(keys.PAGES, str(page))
             pipe.execute()
 
-    def find(self, ledger: Ledger, projects: Iterable[str], hours: range) -> dict[Page, Fields]:
+    def find(self, ledger: Ledger, projects: Iterable[str], hours: range) -> dict[LedgerPage, Fields]:
         """The existing pages of these projects and hours."""
         of = set(projects)
         listed = cast(list[bytes], self._redis.zrangebyscore(keys.PAGES, hours.start, f"({hours.stop}"))
-        pages = [page for name in listed if (page := Page.parse(name.decode())).ledger == ledger and page.project in of]
+        pages = [
+            page for name in listed if (page := LedgerPage.parse(name.decode())).ledger == ledger and page.project in of
+        ]
         return {page: self.fields(page) for page in pages}
 
-    def fields(self, page: Page) -> Fields:
+    def fields(self, page: LedgerPage) -> Fields:
         """The fields of a page; empty for a page that does not exist."""
         return text_fields(read_hash(self._redis, keys.page(page)))
 
@@ -79,7 +81,7 @@ class UsageLedger:
     pages: RedisPages
     files: PageFiles
 
-    def read(self, ledger: Ledger, projects: Iterable[str], hours: range) -> dict[Page, Fields]:
+    def read(self, ledger: Ledger, projects: Iterable[str], hours: range) -> dict[LedgerPage, Fields]:
         """Reads every page once. The state server is read first, because otherwise a page that moves meanwhile would be
         missed. If a page is in both places, because it is moving or the state server was set back, the page in the
         object store counts. Raises Unavailable."""

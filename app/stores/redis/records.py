@@ -72,7 +72,7 @@ def load(cls: type[R], stored: Mapping[str, str]) -> R:
 
 
 class RedisRecords:
-    """Small flat records by namespace and id: sessions, models, checkpoints, workers and others (app/domain/records.py)."""
+    """Small flat records by namespace and id: sessions, models, checkpoints, workers (all in app/domain/records.py)."""
 
     def __init__(self, client: redis.Redis, settings: EngineSettings = _DEFAULTS) -> None:
         self._redis = client

@@ -34,8 +34,8 @@ from workers.checkpoints import transfer
 from workers.checkpoints.coalescing import CoalescingWorker
 from workers.process.gpu_turns import GpuTurns
 from workers.process.parts import Serving
-from workers.sample.assembly import Sampler
-from workers.train.assembly import Overrides, Trainer, assemble_trainer
+from workers.sample.assembly import AssembledSampler
+from workers.train.assembly import AssembledTrainer, Overrides, assemble_trainer
 
 BASE = "base"
 MODEL = "session:train:0"
@@ -61,7 +61,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "_PAUSE_S", 0.0)
 
 
-def stop(sampler: Sampler) -> None:
+def stop(sampler: AssembledSampler) -> None:
     """Ends the sampler's threads. Its backend may be another test's too."""
     sampler.cancellations.close()
     sampler.parts.keeper.stop()
@@ -75,7 +75,7 @@ def await_true(what: Callable[[], Any], why: str) -> None:
 
 
 @dataclass(frozen=True)
-class Worker(Trainer):
+class Worker(AssembledTrainer):
     """One trainer, dispatched by hand. `dispatched` records (kind, request id, queue)."""
 
     dispatched: list[tuple[str, str, str]]
@@ -100,8 +100,8 @@ class World:
     oplog: RedisOpLog
     records: RedisRecords
     backends: dict[str, TrainingBackend]
-    samplers: list[Sampler] = field(default_factory=list)
-    trainers: list[Trainer] = field(default_factory=list)
+    samplers: list[AssembledSampler] = field(default_factory=list)
+    trainers: list[AssembledTrainer] = field(default_factory=list)
 
     def admit(self, seq: int, op: Op) -> str:
         payload = ops.encode(op)

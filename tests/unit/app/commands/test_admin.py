@@ -18,7 +18,7 @@ from app.errors import Unauthorized
 from app.services.tenants.access import Authenticator
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
-from app.stores.pages import Page, PageFiles
+from app.stores.pages import LedgerPage, PageFiles
 from app.stores.redis.pages import RedisPages
 from app.stores.redis.records import RedisRecords
 from tests.pages import age, in_mid_hour
@@ -105,7 +105,7 @@ def test_usage_and_cost_of_a_month_are_listed_by_run(tinsmith, tmp_path, monkeyp
     run = {"run training s:train:0 base": "500000", "training s base": "600000", "device s base": "2000"}
     first, last = (int(datetime(2025, 10, day, tzinfo=UTC).timestamp()) // HOUR_S for day in (1, 31))
     for hour in (first - 1, first, last + 23, last + 24):
-        pages.add(Page("usage", "mine", hour), run)
+        pages.add(LedgerPage("usage", "mine", hour), run)
     lines = [line.split("\t") for line in tinsmith("admin", "usage", "mine", "--month", "2025-10").splitlines()]
     assert lines[1:] == [
         ["s:train:0", "base", "1000000", "0", "0", "0", "0.000", "0.000000", "2.000000"],

@@ -17,7 +17,7 @@ from app.settings import EngineSettings, RedisSettings, Settings, StoreSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.s3 import S3Store
-from app.stores.pages import Page, PageFiles
+from app.stores.pages import LedgerPage, PageFiles
 from app.stores.redis.pages import RedisPages
 from app.stores.redis.records import RedisRecords
 from tests.pages import in_mid_hour
@@ -66,7 +66,7 @@ def test_what_a_project_spent_this_month_is_refilled_from_its_kept_usage(
 ):
     in_mid_hour()
     hour = int(RedisRecords(client).now() // HOUR_S)
-    PageFiles(FolderStore(tmp_path / "objects", "", "")).add(Page("usage", "me", hour), {"training s base": "30"})
+    PageFiles(FolderStore(tmp_path / "objects", "", "")).add(LedgerPage("usage", "me", hour), {"training s base": "30"})
     assert cli.main(["rebuild", "--data-dir", str(tmp_path), "--redis", valkey]) == 0
     assert RedisPages(client, EngineSettings()).this_month("me") == {("training", "base"): 30}
     assert "refilled this month's spending of 1 projects" in capsys.readouterr().out
@@ -77,7 +77,7 @@ def test_a_backup_that_is_restored_brings_back_what_a_project_spent_this_month(
 ):
     in_mid_hour()
     hour, old, new = int(RedisRecords(client).now() // HOUR_S), tmp_path / "old", tmp_path / "new"
-    PageFiles(FolderStore(old / "objects", "", "")).add(Page("usage", "me", hour), {"training s base": "30"})
+    PageFiles(FolderStore(old / "objects", "", "")).add(LedgerPage("usage", "me", hour), {"training s base": "30"})
     assert cli.main(["backup", str(tmp_path / "file"), "--data-dir", str(old), "--redis", valkey]) == 0
     new.mkdir()
     assert cli.main(["restore", str(tmp_path / "file"), "--data-dir", str(new), "--redis", valkey]) == 0

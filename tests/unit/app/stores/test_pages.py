@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from app.stores.objects.folder import FolderStore
-from app.stores.pages import Page, PageFiles
+from app.stores.pages import LedgerPage, PageFiles
 
 HOURS = range(472_222, 472_222 + 14 * 24)
 
@@ -27,7 +27,7 @@ def store(tmp_path: Path) -> Reads:
     store = Reads(tmp_path, "", "")
     store.keys = []
     for hour in HOURS:
-        PageFiles(store).add(Page("usage", "me", hour), {"training base": str(hour)})
+        PageFiles(store).add(LedgerPage("usage", "me", hour), {"training base": str(hour)})
     return store
 
 
@@ -35,11 +35,11 @@ def test_a_closed_page_is_read_once(store: Reads) -> None:
     files = PageFiles(store)
     first, second = files.find("usage", "me", HOURS), files.find("usage", "me", HOURS)
     assert len(store.keys) == len(HOURS)
-    assert first == second == {Page("usage", "me", hour): {"training base": str(hour)} for hour in HOURS}
+    assert first == second == {LedgerPage("usage", "me", hour): {"training base": str(hour)} for hour in HOURS}
 
 
 def test_a_page_that_is_closed_later_is_found(store: Reads) -> None:
-    files, later = PageFiles(store), Page("usage", "me", HOURS.stop)
+    files, later = PageFiles(store), LedgerPage("usage", "me", HOURS.stop)
     hours = range(HOURS.start, HOURS.stop + 1)
     files.find("usage", "me", hours)
     files.add(later, {"training base": "1"})
@@ -71,7 +71,7 @@ def test_a_page_larger_than_the_memory_for_pages_is_read_each_time(store: Reads)
 
 
 def test_a_damaged_page_is_read_again_once_it_is_mended(store: Reads, tmp_path: Path) -> None:
-    files, page = PageFiles(store), Page("usage", "me", HOURS.start)
+    files, page = PageFiles(store), LedgerPage("usage", "me", HOURS.start)
     (path,) = tmp_path.rglob("usage/me/2023-11-14/22.json")
     whole = path.read_bytes()
     path.write_text("{")

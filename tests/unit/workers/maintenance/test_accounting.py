@@ -12,7 +12,7 @@ from app.domain.records import Checkpoint
 from app.errors import Unavailable
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
-from app.stores.pages import Fields, Page, PageFiles
+from app.stores.pages import Fields, LedgerPage, PageFiles
 from app.stores.redis.pages import RedisPages, UsageLedger
 from app.stores.redis.records import RedisRecords, dump
 from tests.pages import age, in_mid_hour, listed, used
@@ -26,7 +26,7 @@ class Files(PageFiles):
 
     away = dies = False
 
-    def add(self, page: Page, fields: Fields) -> None:
+    def add(self, page: LedgerPage, fields: Fields) -> None:
         if self.away:
             raise Unavailable("the store is away")
         super().add(page, fields)
@@ -117,7 +117,7 @@ def test_two_leaders_keep_a_page_once(installation, monkeypatch):
     """The other leader keeps the page after this one has asked for it and before this one reads it."""
     past, find = written(installation), installation.pages.fields
 
-    def late(page: Page) -> Fields:
+    def late(page: LedgerPage) -> Fields:
         monkeypatch.undo()
         installation.task().sweep()
         return find(page)
@@ -159,7 +159,7 @@ def test_nothing_is_kept_of_a_page_that_was_lost_on_its_way(installation, monkey
     written(installation)
     find = installation.pages.fields
 
-    def lost(page: Page) -> Fields:
+    def lost(page: LedgerPage) -> Fields:
         installation.client.flushall()
         return find(page)
 

@@ -15,7 +15,7 @@ from app.errors import BadRequest
 from app.services.imports import peft_files as imports
 from app.settings import BaseModelSettings, LimitSettings
 from tests.models import tiny_qwen3
-from tests.unit.workers.models.test_coverage import SHAPE, on_meta
+from tests.unit.workers.models.test_target_modules import SHAPE, on_meta
 from workers.models import lora, peft_files
 from workers.models.base_model import check_adaptable
 

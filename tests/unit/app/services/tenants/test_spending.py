@@ -13,7 +13,7 @@ from app.domain.results import HOUR_S
 from app.services.tenants import spending
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
-from app.stores.pages import Page, PageFiles, StorageUse
+from app.stores.pages import LedgerPage, PageFiles, StorageUse
 from app.stores.redis import keys
 from app.stores.redis.pages import RedisPages, UsageLedger
 from app.stores.redis.records import RedisRecords
@@ -44,7 +44,7 @@ class Books:
         """Stores a page with amounts of the session "s" and of its run "r"."""
         fields = {f"{kind} s base": amount for kind, amount in amounts.items()}
         of_run = {f"run {kind} r base": amount for kind, amount in amounts.items()}
-        self.ledger.files.add(Page("usage", project, hour), {**fields, **of_run, "session s": '{"user": ""}'})
+        self.ledger.files.add(LedgerPage("usage", project, hour), {**fields, **of_run, "session s": '{"user": ""}'})
 
     def measure(self, hour: int, byte_seconds: int) -> None:
         """Counts storage at the state server."""
@@ -94,7 +94,7 @@ def test_a_page_that_is_in_both_stores_counts_once(books: Books):
 
 def test_usage_that_is_still_there_is_never_lowered(client: redis.Redis, books: Books):
     books.measure(books.hour, 100)
-    client.delete(keys.page(Page("usage", "me", books.hour)))
+    client.delete(keys.page(LedgerPage("usage", "me", books.hour)))
     books.store(books.past[0], storage="9")
     assert books.refill() == 0
     assert books.used() == {"storage": 100.0}

@@ -15,7 +15,7 @@ from app.domain.records import Model, Session
 from app.domain.results import Result
 from app.errors import Fenced, Unavailable
 from app.settings import EngineSettings
-from app.stores.pages import Page, StorageUse
+from app.stores.pages import LedgerPage, StorageUse
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
@@ -133,7 +133,7 @@ def test_nothing_is_written_on_a_closed_page_even_if_the_clock_is_set_back(pages
     client.set(keys.PREFIX + "pages_closed", now.hour + 1)
     records.note("audit", "me", "two", "x")
     assert pages.close(9) == [now]
-    assert listed(client) == [now, Page("audit", "me", now.hour + 2)]
+    assert listed(client) == [now, LedgerPage("audit", "me", now.hour + 2)]
 
 
 def test_an_entry_is_written_once_with_its_time(pages, client):
