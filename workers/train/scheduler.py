@@ -110,10 +110,10 @@ class Scheduler:
         """
         mine, blocked = _of(asked, waiting), self.is_blocked(asked, waiting)
         for head in waiting:
-            if head is not mine and head.seq > served.get(head.model_id, -1) and self._may_run(head):
-                joins_later = head.kind == OptimStep.kind and head.model_id not in served and self._is_pass(mine)
-                if blocked or (mine and self._is_before(head, mine)) or (joins_later and self._is_resident(head)):
-                    return head
+            if head is mine or head.seq <= served.get(head.model_id, -1) or not self._may_run(head):
+                continue
+            if blocked or (mine is not None and self._goes_first(head, mine, served)):
+                return head
         return None
 
     def batched_with(self, asked: Resident, waiting: Sequence[NextOp]) -> list[NextOp]:
@@ -135,10 +135,16 @@ class Scheduler:
         resident = self._owner.resident(head.model_id)
         return self._fair_queue.virtual_time(head.owner), resident.served if resident else 0.0
 
-    def _is_before(self, head: NextOp, mine: NextOp) -> bool:
-        """True if `head` runs before `mine`. A model without an owner goes before other projects' models only. Before
-        its own project's, such models would be restored without end where a project uses more models than a trainer
-        holds.
+    def _goes_first(self, head: NextOp, mine: NextOp, served: Mapping[str, int]) -> bool:
+        """True if `head` has the earlier turn, or is a step behind which a batch may join the pass of `mine`."""
+        is_step = head.kind == OptimStep.kind and self._is_resident(head)
+        joins_later = is_step and head.model_id not in served and self._is_pass(mine)
+        return joins_later or self._has_earlier_turn(head, mine)
+
+    def _has_earlier_turn(self, head: NextOp, mine: NextOp) -> bool:
+        """True if `head` has its turn before `mine`. A model without an owner goes before other projects' models only.
+        Before its own project's, such models would be restored without end where a project uses more models than a
+        trainer holds.
         """
         return self._order(head) < self._order(mine) and (self._is_resident(head) or head.owner != mine.owner)
 
@@ -150,8 +156,8 @@ class Scheduler:
         is_backing_off = self._run_ahead.retry_backoff.is_backing_off(head.model_id)
         return head.fresh and not is_backing_off and (resident is None or self._run_ahead.may_run(resident, head))
 
-    def _is_pass(self, head: NextOp | None) -> bool:
-        return head is not None and head.kind in _PASSES and self._is_shared(head)
+    def _is_pass(self, head: NextOp) -> bool:
+        return head.kind in _PASSES and self._is_shared(head)
 
     def _is_shared(self, head: NextOp) -> bool:
         return bool(self._most_bytes and head.fresh and head.kind in _COMPUTING)
