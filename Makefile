@@ -171,7 +171,7 @@ compose-down:  ## Remove the stack of compose-up and its volumes
 	$(BIN)/python -m ops.containers down
 
 clean:  ## Remove .venv, caches and the demo's data
-	rm -rf $(VENV) data build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) data/demo build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is installed first and alone, so that no later requirement picks another build of it. app.demo.model downloads

@@ -106,3 +106,14 @@ def test_an_environment_with_two_builds_of_vllm_can_be_removed(clone: Path, argu
     (clone / ".venv/.setup-done-gpu").touch()
     assert make(clone, "unit").returncode
     assert commands(clone, *arguments)
+
+
+def test_clean_removes_what_make_made_and_no_data_of_a_stack(clone: Path) -> None:
+    made = (".venv", "data/demo", "build", "dist", ".mypy_cache", "app/__pycache__")
+    kept = ("data/mine", "tinsmith-data")
+    for folder in (*made, *kept):
+        (clone / folder).mkdir(parents=True, exist_ok=True)
+        (clone / folder / "file").touch()
+    subprocess.run(["make", "clean"], cwd=clone, env={"PATH": os.environ["PATH"]}, capture_output=True, check=True)
+    left = {str(path.relative_to(clone)) for path in clone.rglob("file")}
+    assert left == {f"{folder}/file" for folder in kept}
