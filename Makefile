@@ -177,7 +177,7 @@ clean:  ## Remove .venv, caches and the demo's data
 # torch is installed first and alone, so that no later requirement picks another build of it. app.demo.model downloads
 # the demo's model, so that nothing needs a network later.
 $(SETUP): pyproject.toml $(sort constraints.txt $(CONSTRAINTS)) $(HASHES)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	ops/check_setup.sh $(BIN)/python version
 	$(PIP) install --quiet $(if $(HASHES),-r ops/pip.txt,--upgrade pip)
 	ops/install_torch.sh $(BIN)/python $(TORCH_ARGS)
