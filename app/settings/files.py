@@ -93,6 +93,7 @@ def _with_secrets(raw: dict[str, Any], environ: Mapping[str, str]) -> dict[str, 
     for variable, names in _KEYS.items():
         for name in names if environ.get(variable) else ():
             keys = raw.get(name, [])
-            if isinstance(keys, list):  # another value is refused later
-                raw[name] = [*keys, hash_key(environ[variable])]
+            digest = hash_key(environ[variable])
+            if isinstance(keys, list) and digest not in keys:  # another value is refused later
+                raw[name] = [*keys, digest]
     return raw
