@@ -171,13 +171,13 @@ compose-down:  ## Remove the stack of compose-up and its volumes
 	$(BIN)/python -m ops.containers down
 
 clean:  ## Remove .venv, caches and the demo's data
-	rm -rf $(VENV) data build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) data/demo build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is installed first and alone, so that no later requirement picks another build of it. app.demo.model downloads
 # the demo's model, so that nothing needs a network later.
 $(SETUP): pyproject.toml $(sort constraints.txt $(CONSTRAINTS)) $(HASHES)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	ops/check_setup.sh $(BIN)/python version
 	$(PIP) install --quiet $(if $(HASHES),-r ops/pip.txt,--upgrade pip)
 	ops/install_torch.sh $(BIN)/python $(TORCH_ARGS)

@@ -1,6 +1,7 @@
 #!/bin/sh
 # `ops/check_setup.sh PYTHON version` ends with the remedy where Tinsmith cannot use this Python.
 # `ops/check_setup.sh PYTHON torch` does so where its build of torch is not the one that the tests need on a CPU.
+# Both do so on a system that is not Linux.
 set -eu
 python=$1
 
@@ -8,6 +9,11 @@ fail() {
     echo "$*" >&2
     exit 1
 }
+
+system=$(uname -s)
+[ "$system" = Linux ] ||
+    fail "The server of Tinsmith runs on Linux, and this is $system. Run it in containers (docs/containers.md) or on" \
+        "another machine. Clients run here: \`pip install tinker\`"
 
 case $2 in
 version)

@@ -95,7 +95,7 @@ class Stack:
 
     def parts(self) -> Iterator[tuple[str, str]]:
         """Yields (part, description), as the live processes report them."""
-        settings = settings_module.load(self.data_dir / "run" / "settings.toml")
+        settings = settings_module.load(self.data_dir / "run" / "settings.toml", {})
         with connect(settings.redis.url) as client:
             for node, stored in RedisRecords(client).list(Worker.namespace):
                 worker = load(Worker, stored)
@@ -129,6 +129,8 @@ def running_parts(data_dir: Path) -> Iterator[Stack]:
         [sys.executable, "-m", "app.cli", "up", "--quiet", "--port", "0", "--data-dir", str(data_dir)],
         stdout=subprocess.PIPE,
         text=True,
+        # The servers and the key that a user's variables name are those of another stack.
+        env=settings_module.without_secret_variables(os.environ),
         preexec_fn=lambda: end_with(parent),
     )
     try:

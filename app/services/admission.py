@@ -22,7 +22,7 @@ from app.domain.limits import Charge, Payer
 from app.domain.ops import CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, SaveWeights, as_asked
 from app.domain.records import Model, Sampler
 from app.domain.sampling import SampleRequest
-from app.errors import Forbidden, NotFound
+from app.errors import Forbidden, NotFound, NotReplicated
 from app.services.tenants.access import load_owned
 from app.services.tenants.limits import LimitsFinder
 from app.services.tenants.spending import Spending
@@ -180,12 +180,14 @@ class AdmissionService:
 
 @contextlib.contextmanager
 def _announcing_unreplicated(announce: Callable[[Admission], None]) -> Iterator[None]:
-    """Announces a call that was journaled, but that too few replicas have. Its repeat is not announced."""
+    """Announces a call that was journaled, but that too few replicas have, and raises NotReplicated. Its repeat is not
+    announced."""
     try:
         yield
     except UnreplicatedAdmission as error:
         announce(error.admission)
-        raise
+        # Clients know the name of this class, which docs/errors.md has.
+        raise NotReplicated(str(error)) from None
 
 
 def _identity(op: Op, payload: bytes) -> str:

@@ -13,6 +13,7 @@ from app.settings.files import (
     hash_key,
     load,
     parse,
+    without_secret_variables,
 )
 from app.settings.root import Settings
 from app.settings.server import (
@@ -49,4 +50,5 @@ __all__ = [
     "load",
     "netloc",
     "parse",
+    "without_secret_variables",
 ]

@@ -19,6 +19,18 @@ SETTINGS_VARIABLE = "TINSMITH_SETTINGS"
 METRICS_PORT_VARIABLE = "TINSMITH_METRICS_PORT"
 """The port that `tinsmith up` gives to a worker's metrics; 0: any free one."""
 
+_IN_SECTIONS = {
+    "TINSMITH_REDIS_URL": ("redis", "url"),
+    "TINSMITH_BROKER_URL": ("redis", "broker_url"),
+    "TINSMITH_S3_ACCESS_KEY": ("store", "access_key"),
+    "TINSMITH_S3_SECRET_KEY": ("store", "secret_key"),
+}
+_AT_THE_TOP = {"TINSMITH_URL_SECRET": "url_secret", "TINSMITH_CAPTURE_SECRET": "capture_secret"}
+_KEYS = {"TINSMITH_API_KEY": ("api_keys",), "TINSMITH_OPERATOR_KEY": ("api_keys", "operator_keys")}
+
+SECRET_VARIABLES = (*_IN_SECTIONS, *_AT_THE_TOP, *_KEYS)
+"""The variables that override a config file."""
+
 
 def hash_key(api_key: str) -> str:
     """The sha256 digest of a key. Keys hold 256 random bits, so a plain sha256 is enough for storage."""
@@ -64,26 +76,24 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Settings:
     return load(Path(path), environ)
 
 
+def without_secret_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that takes its settings from its config file alone."""
+    return {name: value for name, value in environ.items() if name not in SECRET_VARIABLES}
+
+
 def _with_secrets(raw: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    for variable, section, key in (
-        ("TINSMITH_REDIS_URL", "redis", "url"),
-        ("TINSMITH_BROKER_URL", "redis", "broker_url"),
-        ("TINSMITH_S3_ACCESS_KEY", "store", "access_key"),
-        ("TINSMITH_S3_SECRET_KEY", "store", "secret_key"),
-    ):
+    for variable, (section, key) in _IN_SECTIONS.items():
         values = raw.setdefault(section, {}) if variable in environ else None
         if isinstance(values, dict):  # a value that is not a section is refused later
             values[key] = environ[variable]
     # Containers pass on an unset variable as an empty one.
-    for variable, key in (("TINSMITH_URL_SECRET", "url_secret"), ("TINSMITH_CAPTURE_SECRET", "capture_secret")):
+    for variable, key in _AT_THE_TOP.items():
         if secret := environ.get(variable):
             raw[key] = secret
-    for variable, names in (
-        ("TINSMITH_API_KEY", ["api_keys"]),
-        ("TINSMITH_OPERATOR_KEY", ["api_keys", "operator_keys"]),
-    ):
-        for name in names if environ.get(variable) else []:
+    for variable, names in _KEYS.items():
+        for name in names if environ.get(variable) else ():
             keys = raw.get(name, [])
-            if isinstance(keys, list):  # another value is refused later
-                raw[name] = [*keys, hash_key(environ[variable])]
+            digest = hash_key(environ[variable])
+            if isinstance(keys, list) and digest not in keys:  # another value is refused later
+                raw[name] = [*keys, digest]
     return raw

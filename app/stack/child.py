@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from app.settings import without_secret_variables
+
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -28,7 +30,8 @@ _LOG_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The command of a process. `environ` overrides the supervisor's own environment."""
+    """The command of a process. `environ` overrides the supervisor's own environment, of which the process gets no
+    secrets: they would override the settings that options have changed."""
 
     name: str
     argv: tuple[str, ...]
@@ -68,7 +71,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.command.environ},
+                env={**without_secret_variables(os.environ), **self.command.environ},
                 start_new_session=True,
                 preexec_fn=lambda: end_with(parent),
                 pass_fds=self._inherited_fds,

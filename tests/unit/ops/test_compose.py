@@ -25,6 +25,7 @@ from tests.unit.ops.compose import (
 
 SERVICES: dict[str, dict[str, Any]] = load(COMPOSE)["services"]
 TOML = ROOT / "ops" / "docker" / "tinsmith.toml"
+TRACING = ROOT / "docs" / "tracing.md"
 MODULES = ("gunicorn", "celery", "workers.trainer", "workers.sampler")
 
 
@@ -168,6 +169,35 @@ def test_the_settings_are_valid_with_the_environment_of_each_service():
         assert environment["TINSMITH_SETTINGS"] == "/etc/tinsmith/tinsmith.toml"
         assert "./ops/docker/tinsmith.toml:/etc/tinsmith/tinsmith.toml:ro" in SERVICES[name]["volumes"]
     assert settings.load(TOML, SERVICES["api"]["environment"]).api_keys == (settings.hash_key("tml-hush3"),)
+
+
+@pytest.mark.parametrize("name", ["api", "trainer", "sampler"])
+def test_the_variables_of_traces_reach_the_processes_that_send_them(name: str):
+    """A variable without a value has that of the shell or of .env, and is not set where neither has it."""
+    named = set(re.findall(r"OTEL_\w+", TRACING.read_text()))
+    assert {"OTEL_EXPORTER_OTLP_HEADERS", "OTEL_TRACES_SAMPLER"} <= named
+    environment = SERVICES[name]["environment"]
+    assert {variable: environment.get(variable, "missing") for variable in named} == dict.fromkeys(named)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "default", "chosen"),
+    [
+        (COMPOSE, "api", "", "tracing"),
+        (COMPOSE, "trainer", "train", "train,tracing"),
+        (COMPOSE, "sampler", "train", "train,tracing"),
+        (GPU_OVERRIDE, "trainer", "vllm", "vllm,tracing"),
+        (GPU_OVERRIDE, "sampler", "vllm", "vllm,tracing"),
+    ],
+)
+def test_the_extras_of_an_image_may_be_chosen_for_every_build(path: Path, name: str, default: str, chosen: str):
+    def extras(**values: str) -> str:
+        services = yaml.safe_load(interpolate(path.read_text(), {**VALUES, **values}))["services"]
+        return str(services[name]["build"]["args"]["EXTRAS"])
+
+    variable = "API_EXTRAS" if name == "api" else "WORKER_EXTRAS"
+    assert (extras(), extras(**{variable: chosen})) == (default, chosen)
+    assert f"{variable}={chosen}" in TRACING.read_text()
 
 
 def test_new_weights_go_from_trainer_to_sampler_through_memory_they_share():

@@ -77,6 +77,18 @@ def test_the_python_is_checked_before_anything_is_installed(clone: Path) -> None
     assert shown.index("ops/check_setup.sh .venv/bin/python version") < shown.index(" install ")
 
 
+@pytest.mark.parametrize("has_pip", [True, False])
+def test_an_environment_without_pip_is_made_again(clone: Path, *, has_pip: bool) -> None:
+    """`python3 -m venv` leaves a Python without pip where Debian's python3-venv is missing."""
+    files = ("python", "pip") if has_pip else ("python",)
+    (clone / ".venv/bin").mkdir()
+    for name in files:
+        (clone / ".venv/bin" / name).touch(mode=0o755)
+    made = commands(clone, "setup", "PYTHON=echo made by").splitlines()[0]
+    ran = subprocess.run(["sh", "-c", made], cwd=clone, capture_output=True, text=True, check=True)
+    assert ran.stdout == ("" if has_pip else "made by -m venv .venv\n")
+
+
 @pytest.mark.parametrize(("arguments", "build"), [([], set()), (["GPU=1"], {"vllm"})], ids=["cpu", "gpu"])
 def test_a_setup_has_no_tests_and_vllm_on_a_gpu_alone(clone: Path, arguments: list[str], build: set[str]) -> None:
     found = required(commands(clone, "setup", *arguments))
@@ -106,3 +118,14 @@ def test_an_environment_with_two_builds_of_vllm_can_be_removed(clone: Path, argu
     (clone / ".venv/.setup-done-gpu").touch()
     assert make(clone, "unit").returncode
     assert commands(clone, *arguments)
+
+
+def test_clean_removes_what_make_made_and_no_data_of_a_stack(clone: Path) -> None:
+    made = (".venv", "data/demo", "build", "dist", ".mypy_cache", "app/__pycache__")
+    kept = ("data/mine", "tinsmith-data")
+    for folder in (*made, *kept):
+        (clone / folder).mkdir(parents=True, exist_ok=True)
+        (clone / folder / "file").touch()
+    subprocess.run(["make", "clean"], cwd=clone, env={"PATH": os.environ["PATH"]}, capture_output=True, check=True)
+    left = {str(path.relative_to(clone)) for path in clone.rglob("file")}
+    assert left == {f"{folder}/file" for folder in kept}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -117,6 +118,16 @@ def test_a_python_that_is_too_old_is_named_with_the_remedy(tmp_path: Path):
     assert "make setup PYTHON=" in refused.stderr
     command = [ROOT / "ops" / "check_setup.sh", sys.executable, "version"]
     assert subprocess.run(command, check=True, capture_output=True).stderr == b""
+
+
+@pytest.mark.parametrize("what", ["version", "torch"])
+def test_a_system_that_is_not_linux_is_named_with_what_runs_there(tmp_path: Path, what: str):
+    script(tmp_path / "uname", "echo Darwin\n")
+    command = [ROOT / "ops" / "check_setup.sh", sys.executable, what]
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    refused = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert refused.returncode and refused.stderr.startswith("The server of Tinsmith runs on Linux, and this is Darwin.")
+    assert "pip install tinker" in refused.stderr and "docs/containers.md" in refused.stderr
 
 
 def test_the_tests_on_a_cpu_are_not_installed_beside_a_cuda_build_of_torch(tmp_path: Path):

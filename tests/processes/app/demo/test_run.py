@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from urllib.parse import urlsplit
 
 import pytest
 
 from app.demo import run
 from app.errors import SetupError
+from app.settings import hash_key
 
 
 def test_missing_packages_are_named_with_both_remedies(tmp_path, monkeypatch):
@@ -31,6 +34,26 @@ def test_a_stack_that_cannot_start_says_why_in_one_line_with_its_own_exit_code(t
     assert ran.stderr.splitlines() == [
         f"tinsmith: cannot write to the data folder {folder}: File exists; choose another with --data-dir"
     ]
+
+
+def test_the_demo_uses_its_own_servers_and_key_whatever_the_environment_says(tmp_path, monkeypatch):
+    """The stack's worker is a stand-in."""
+    monkeypatch.setenv("TINSMITH_REDIS_URL", "redis://127.0.0.1:1/0")
+    monkeypatch.setenv("TINSMITH_BROKER_URL", "redis://127.0.0.1:1/1")
+    monkeypatch.setenv("TINSMITH_API_KEY", "tml-from-the-environment")
+    (tmp_path / "config.json").write_text("{}")
+    python = tmp_path / "python"
+    stand_in = f"{sys.executable} -m tests.processes.app.stack.stand_in"
+    python.write_text(f'#!/bin/sh\nshift 2\nexec {stand_in} "$@" --base-model small={tmp_path}\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    data = tmp_path / "data"
+    with run.running_parts(data) as stack:
+        parts = dict(stack.parts())
+        settings = tomllib.loads((data / "run" / "settings.toml").read_text())
+    assert settings["api_keys"] == [hash_key(stack.api_key)]
+    assert f"port {urlsplit(settings['redis']['url']).port}," in parts["state"]
+    assert parts["broker"].endswith(f"port {urlsplit(settings['redis']['broker_url']).port}")
 
 
 def test_a_stack_that_ends_before_it_is_ready_ends_the_demo_with_code_1():

@@ -10,11 +10,11 @@ import stat
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -25,6 +25,7 @@ from app.domain.records import BaseModelInfo, Model, Worker
 from app.services.base_models import BaseModels
 from app.settings import BaseModelSettings, Settings, hash_key
 from app.stack import checks, up
+from app.stack.child import Child, Command
 from app.stack.config import Options, resolve
 from app.stack.data_folder import DataFolder
 from app.stack.up import Plan, prepare
@@ -43,10 +44,10 @@ def model(tmp_path) -> Path:
     return folder
 
 
-def plan(data_dir: Path, model: Path, **options) -> Plan:
+def plan(data_dir: Path, model: Path, environ: Mapping[str, str] = MappingProxyType({}), **options) -> Plan:
     given = Options(data_dir=data_dir, port=0, base_models=(("small", str(model)),), **options)
     with closing(DataFolder(data_dir)) as folder:
-        return prepare(resolve(given, {}), given, folder)
+        return prepare(resolve(given, environ), given, folder)
 
 
 @contextmanager
@@ -79,6 +80,33 @@ def test_every_process_reads_the_settings_that_were_resolved(tmp_path, model):
     assert made.settings.base_models[0].trainer.zero_stage == 1
     assert made.settings.api.port > 0
     assert made.settings.data_dir.is_absolute()
+
+
+def read_by_a_process(made: Plan, log: Path) -> Settings:
+    program = "from app.settings import from_environment; print(from_environment().model_dump_json())"
+    environ = {settings_module.SETTINGS_VARIABLE: str(made.settings_file)}
+    child = Child(Command("reader", (sys.executable, "-c", program), environ), log)
+    child.start()
+    assert eventually(lambda: child.exit_code() is not None)
+    return Settings.model_validate_json(log.read_text())
+
+
+def test_an_option_overrides_a_variable_also_in_the_processes(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("TINSMITH_REDIS_URL", "redis://environment:6379/0")
+    monkeypatch.setenv("TINSMITH_BROKER_URL", "redis://environment:6379/1")
+    monkeypatch.setenv("TINSMITH_API_KEY", "tml-from-the-environment")
+    monkeypatch.setenv("TINSMITH_OPERATOR_KEY", "tml-operator")
+    with start_valkey(tmp_path / "state") as url:
+        made = plan(tmp_path / "data", model, os.environ, redis=url, api_key="tml-0123456789")
+    assert made.settings.redis.url == url
+    assert made.settings.api_keys == (hash_key("tml-0123456789"), hash_key("tml-operator"))
+    assert read_by_a_process(made, tmp_path / "log") == made.settings
+
+
+def test_the_processes_use_no_broker_that_a_variable_names_beside_the_embedded_servers(tmp_path, model, monkeypatch):
+    monkeypatch.setenv("TINSMITH_BROKER_URL", "redis://environment:6379/1")
+    made = plan(tmp_path / "data", model, os.environ)
+    assert read_by_a_process(made, tmp_path / "log") == made.settings
 
 
 def test_no_two_servers_have_the_same_port_though_none_listens_yet(tmp_path, model, monkeypatch):

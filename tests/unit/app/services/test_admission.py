@@ -72,7 +72,8 @@ def unreplicated(api: Api, settings: Settings, monkeypatch: pytest.MonkeyPatch) 
 def test_a_call_without_a_replica_is_dispatched_once_although_its_answer_is_a_503(api: Api, unreplicated: Api) -> None:
     model = api.model()
     for _ in range(3):
-        assert unreplicated.forward_backward(batch(model, 1)).status_code == 503
+        refused = unreplicated.forward_backward(batch(model, 1))
+        assert (refused.status_code, refused.json["error"]) == (503, "NotReplicated")
     assert [m["id"] for m in messages(api, f"train.{BASE}@node")] == [f"{model}:1"]
     assert api.forward_backward(batch(model, 1)).status_code == 200
     assert len(messages(api, f"train.{BASE}@node")) == 1, "a repeat is not dispatched"
