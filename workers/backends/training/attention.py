@@ -78,10 +78,7 @@ def packed_attention(
     in query and key. Any other argument, or mask, may change the result: it is a TypeError.
     """
     if indices is not None:
-        chosen = torch.zeros(len(query), *query.shape[2:3] * 2, dtype=torch.bool, device=query.device)
-        mask = chosen.scatter_(-1, indices.long(), True).tril_()[:, None]
-        seen = nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
-        return seen.transpose(1, 2), None
+        return _indexed(query, key, value, indices, scaling), None
     if attention_mask is not None:
         raise TypeError(f"{type(module).__name__} passes its own attention mask, which does not separate packed datums")
     if position_bias is not None:
@@ -102,6 +99,14 @@ def packed_attention(
 
 
 AttentionInterface.register(NAME, packed_attention)
+
+
+def _indexed(query: Tensor, key: Tensor, value: Tensor, indices: Tensor, scaling: float) -> Tensor:
+    """Attends to the tokens of `indices` alone, up to each token's own place."""
+    chosen = torch.zeros(len(query), *query.shape[2:3] * 2, dtype=torch.bool, device=query.device)
+    mask = chosen.scatter_(-1, indices.long(), True).tril_()[:, None]
+    seen = nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+    return seen.transpose(1, 2)
 
 
 def _in_one_call(query: Tensor, value: Tensor) -> bool:

@@ -190,10 +190,10 @@ class HiddenStates(nn.Module):
         super().__init__()
         self.model = model
         self.packed = logit_rule(model) is not None
-        self._sequence = ALONE if layers else sequence  # the ranks among which the layers share the tokens
-        self._group, self._layers = sequence, layers
+        self._token_group = ALONE if layers else sequence  # the ranks among which the layers share the tokens
+        self._layers, self._layer_group = layers, sequence if layers else ALONE
         name = NAME
-        if self._sequence.size > 1:
+        if self._token_group.size > 1:
             sequence_parallel.check(model, sequence.size, packed=self.packed)
             name = sequence_parallel.NAME
             AttentionInterface.register(name, sequence_parallel.over_ranks(packed_attention, sequence))
@@ -284,13 +284,13 @@ class HiddenStates(nn.Module):
         if self._layers is None:
             return self._packed(tokens, lengths, owners, routing)
         parts = [(None if adapter is None else self._layers.own(adapter), count) for adapter, count in owners]
-        return sequence_parallel.own_rows(self._packed(tokens, lengths, parts, routing), self._group)
+        return sequence_parallel.own_rows(self._packed(tokens, lengths, parts, routing), self._layer_group)
 
     def _packed(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, routing: Routing | None) -> Tensor:
-        own = self._sequence.own(len(tokens))
-        if missing := self._sequence.missing(len(tokens)):  # a datum of its own, so that no other one sees it
+        own = self._token_group.own(len(tokens))
+        if missing := self._token_group.missing(len(tokens)):  # a datum of its own, so that no other one sees it
             tokens, lengths = nn.functional.pad(tokens, (0, missing)), [*lengths, missing]
-        rows = self._sequence.own(len(tokens))
+        rows = self._token_group.own(len(tokens))
         positions = torch.cat([torch.arange(length, device=tokens.device) for length in lengths])
         segments = list(lora.within([*_segments(owners, lengths), (None, missing)], rows))
         with lora.use(segments), _routed(routing, rows):
