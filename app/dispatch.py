@@ -51,6 +51,9 @@ _REST_S = 2.0
 # Of the 32 connections to the broker. kombu has no bound of its own on the wait for a connection.
 _MOST_AT_ONCE = 24
 
+Send = Callable[[str, str, str, str], None]
+"""(kind, request id, model or sampling session id, queue): dispatches a call."""
+
 
 def task_name(kind: str) -> str:
     """The name of the Celery task of a journalled kind."""

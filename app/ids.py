@@ -221,3 +221,9 @@ def check_name(name: str) -> str:
             "not starting with '.' or '-'"
         )
     return name
+
+
+def node_of(worker: str) -> str:
+    """The node of a worker "node/boot": the name under which its processes follow one another, the target of a
+    dispatch."""
+    return worker.rpartition("/")[0]

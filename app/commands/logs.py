@@ -106,7 +106,7 @@ def read(client: redis.Redis, folder: Path, request_id: str) -> CallReport:
         admitted=_seconds(future.get("admitted") or op.get("admitted")),
         ended=_seconds(future.get("ended")),
         attempts=int(op["attempts"]) if "attempts" in op else None,
-        worker=runner.rpartition("/")[0],
+        worker=ids.node_of(runner),
         stages=_stages(lines),
         lines=lines,
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import redis
 
 from app import ids
-from app.dispatch import queue_for
+from app.dispatch import Send, queue_for
 from app.settings import EngineSettings
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Pending
@@ -55,12 +55,12 @@ class LastDispatch:
 
 
 class Redispatcher:
-    """The redispatch task. `send(kind, request id, parent id, queue)` dispatches a request, to a queue in `broker`."""
+    """The redispatch task. `send` dispatches to queues in `broker`."""
 
     def __init__(
         self,
         oplog: RedisOpLog,
-        send: Callable[[str, str, str, str], None],
+        send: Send,
         settings: EngineSettings,
         broker: redis.Redis,
     ) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import redis
 
+from app import ids
 from app.errors import SetupError
 from app.stores.redis.journal import RedisOpLog
 
@@ -40,7 +41,7 @@ def claim(oplog: RedisOpLog, worker: str, queue: str, lease_s: float, ending_s: 
 
 
 def _claim(oplog: RedisOpLog, worker: str, queue: str, lease_s: float, ending_s: float) -> None:
-    node, over, began = worker.rpartition("/")[0], "", time.monotonic()
+    node, over, began = ids.node_of(worker), "", time.monotonic()
     mine = json.dumps({"worker": worker, "queue": queue, **_process(os.getpid())})
     while found := oplog.claim_node(node, worker, mine, over):
         holder = json.loads(found)

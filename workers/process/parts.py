@@ -12,7 +12,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import redis
 from celery import Celery
 
-from app import dispatch
+from app import dispatch, ids
 from app.domain.records import BaseModelInfo
 from app.services.teardown import Teardown
 from app.services.tenants.limits import LimitsFinder
@@ -100,7 +100,7 @@ class Parts:
 
     @property
     def node(self) -> str:
-        return self.worker.partition("/")[0]
+        return ids.node_of(self.worker)
 
     @property
     def limits(self) -> LimitsFinder:

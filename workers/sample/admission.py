@@ -141,11 +141,11 @@ class BatchAdmission:
 class ThrottledDispatch:
     """Throttled dispatch of a queue's requests.
 
-    `send(kind, request id, sampling session id, queue)` dispatches a request. `most_served()` returns the projects
-    that had more than the least served one, in the order of their virtual times: their requests come last."""
+    `most_served()` returns the projects that had more than the least served one, in the order of their virtual times:
+    their requests come last."""
 
     oplog: RedisOpLog
-    send: Callable[[str, str, str, str], None]
+    send: dispatch.Send
     queue: str
     most_served: Callable[[], Sequence[str]] = tuple
 

@@ -40,7 +40,7 @@ class Rebalancer:
         runner: TrainingRunner,
         owner: Owner,
         stored: RedisRecords,
-        send: Callable[[str, str, str, str], None],
+        send: dispatch.Send,
         base_model: str,
         node: str,
         *,
@@ -82,12 +82,12 @@ class Rebalancer:
 class Drain:
     """Releases all models of a trainer that ends, and dispatches their waiting Ops again.
 
-    `send(kind, request id, model id, queue)` dispatches a request; all trainers of the base read `queue`.
+    All trainers of the base read `queue`.
     """
 
     oplog: RedisOpLog
     owner: Owner
-    send: Callable[[str, str, str, str], None]
+    send: dispatch.Send
     queue: str
 
     def settle_and_release(self, seconds: float) -> None:

@@ -38,10 +38,9 @@ Run = Callable[[str, str, int, str], Result | None]
 class TrainingRunner:
     """Handles the dispatches of a trainer.
 
-    `send(kind, request id, model id, queue)` dispatches a request; all trainers of the base read `queue`. `end(why)`
-    ends this process, which is then started again; it is called when the backend is no longer `healthy`. `gpu_turn`
-    waits until the trainer may use its GPUs, as long as its block; it raises NoTurnYet after a while. The trainer need
-    not wait while it `has_gpu_turn`.
+    All trainers of the base read `queue`. `end(why)` ends this process, which is then started again; it is called when
+    the backend is no longer `healthy`. `gpu_turn` waits until the trainer may use its GPUs, as long as its block; it
+    raises NoTurnYet after a while. The trainer need not wait while it `has_gpu_turn`.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class TrainingRunner:
         retry_backoff: RetryBackoff,
         scheduler: Scheduler,
         background_saves: BackgroundSaves,
-        send: Callable[[str, str, str, str], None],
+        send: dispatch.Send,
         queue: str,
         end: Callable[[str], NoReturn],
         gpu_turn: Callable[[], AbstractContextManager[object]],

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from app import ids
+from app.dispatch import Send
 from app.domain.ops import FORWARD, FORWARD_BACKWARD, OptimStep, SaveWeights
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry, NextOp
@@ -233,10 +234,10 @@ class _Pause:
 class RetryBackoff:
     """Ops that wait for their model, and the retry backoff of those that were put off.
 
-    `send(kind, request id, model id, queue)` dispatches a request; only this worker reads `queue`.
+    Only this worker reads `queue`.
     """
 
-    def __init__(self, send: Callable[[str, str, str, str], None], queue: str) -> None:
+    def __init__(self, send: Send, queue: str) -> None:
         self._send, self._queue = send, queue
         self._kinds: defaultdict[str, dict[int, str]] = defaultdict(dict)
         self._pauses: dict[str, _Pause] = {}

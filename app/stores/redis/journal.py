@@ -87,7 +87,7 @@ class RedisOpLog(RedisFutures):
             if what in _REFUSALS:
                 text = _REFUSALS[what].format(model=model_id, seq=seq, reason=detail)
                 raise _ERRORS.get(what, BadRequest)(text)
-            return Admission(request_id, what == "fresh", _node(detail) if detail else None)
+            return Admission(request_id, what == "fresh", ids.node_of(detail) if detail else None)
 
         return self._admit(payload, lambda *content: self._run("admit", *content, *call, *more), read)
 
@@ -113,7 +113,7 @@ class RedisOpLog(RedisFutures):
         if not found:
             raise NotFound(f"model {model_id!r} does not exist")
         if len(found) == 1:
-            return OwnedElsewhere(_node(found[0]))
+            return OwnedElsewhere(ids.node_of(found[0]))
         if found[0] == "ended":
             raise Gone(ENDED)
         epoch, applied, snapshot, snapshot_seq, floor = found
@@ -340,7 +340,7 @@ class RedisOpLog(RedisFutures):
         """The node that owns each model; empty without a live owner. A name that is not UTF-8 hides no other."""
         found = self._redis.mget([keys.lease(model_id) for model_id in model_ids]) if model_ids else []
         workers = cast("list[bytes | None]", found)
-        return [_node((worker or b"").decode(errors="replace")) for worker in workers]
+        return [ids.node_of((worker or b"").decode(errors="replace")) for worker in workers]
 
     def heads(self, seqs: Mapping[str, int]) -> list[NextOp]:
         """The admitted Ops at these seqs, by model id. None of them begins."""
@@ -380,7 +380,3 @@ def _heads(rows: Sequence[Sequence[Any]]) -> list[NextOp]:
         NextOp(model_id.decode(), seq, kind.decode(), size, bool(fresh), json.loads(owner))
         for model_id, seq, kind, size, fresh, owner in filter(None, rows)
     ]
-
-
-def _node(worker: str) -> str:
-    return worker.rpartition("/")[0]

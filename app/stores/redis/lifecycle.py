@@ -107,7 +107,7 @@ class RedisLifecycle:
         if not found:
             return None
         base_model, worker, full = (part.decode() for part in found)
-        return Holder(base_model, worker.rpartition("/")[0], json.loads(full))
+        return Holder(base_model, ids.node_of(worker), json.loads(full))
 
     def end_calls(self) -> None:
         """Deletes the journals that are left of ended models. Their waiting Ops fail ("user")."""
@@ -202,7 +202,7 @@ class RedisLifecycle:
                     pipe.hmget(keys.model(model_id), "base_model", "full")
                 found += pipe.execute()
         return [
-            Holder(json.loads(base), held.decode().rpartition("/")[0], json.loads(full or "false"))
+            Holder(json.loads(base), ids.node_of(held.decode()), json.loads(full or "false"))
             for held, (base, full) in zip(found[::2], found[1::2], strict=True)
             if held and base
         ]

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar, cast
 
 import redis
 
+from app import ids
 from app.domain.accounts import Account, Key, Organisation, Project, User
 from app.domain.progress import Point, Progress, Recorded
 from app.domain.records import Checkpoint, Demand, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Upload, Worker
@@ -309,7 +310,7 @@ class RedisRecords:
         """The node of the worker that holds each model in memory; empty if none does."""
         leases = [keys.lease(model_id) for model_id in model_ids]
         found = cast("list[bytes | None]", self._redis.mget(leases) if leases else [])
-        return [lease.decode().rpartition("/")[0] if lease else "" for lease in found]
+        return [ids.node_of(lease.decode()) if lease else "" for lease in found]
 
     def record(self, model_id: str, found: Iterable[Recorded]) -> None:
         """Keeps metrics that a client recorded for a run, those of a repeated event once; nothing happens once the run
