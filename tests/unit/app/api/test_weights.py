@@ -189,6 +189,17 @@ def test_a_model_loads_a_checkpoint_in_its_order(api: Api) -> None:
     assert op_of(api, model, 1) == ops.LoadWeights(path, True, "checkpoints/x")
 
 
+@pytest.mark.parametrize("change", [{}, {"seq_id": 0}, {"seq_id": 1}, {"model_seq_id": -1, "seq_id": 1}])
+def test_a_load_names_a_model_or_a_session_and_never_both(api: Api, change: dict[str, int]) -> None:
+    model, session = api.model(), api.session()
+    both = {"model_id": model, "session_id": session, "model_seq_id": 0, "path": save_checkpoint(api, model)}
+    answer = api.post("load_weights", {**both, **change})
+    assert (answer.status_code, "seq_id" in answer.json["detail"]) == (422, True), answer.json
+    assert api.post("get_info", {"model_id": f"{session}:train:0"}).status_code == 404
+    late = api.post("optim_step", {"model_id": model, "seq_id": 1})
+    assert late.status_code == (400 if change.get("seq_id") == 1 else 200), "a 422 consumes a seq, and nothing else"
+
+
 @pytest.mark.parametrize("changes", [{"owner": "somebody"}, {"expires_at": 1.0}, {"base_model": "org/else"}])
 def test_loading_what_is_not_there_consumes_the_seq(api: Api, changes: dict[str, Any]) -> None:
     model = api.model()
