@@ -118,7 +118,8 @@ class SessionService:
         }
 
     def move(self, session_id: str, caller: Caller, project: str) -> None:
-        """Moves the session, with its checkpoints and everything else in it, to another project. A repeat is harmless.
+        """Moves the session, with its checkpoints and everything else in it, to another project. A repeat completes a
+        move that broke off.
 
         Raises NotFound for the session or the project, as `create` does. Raises Forbidden if the caller may only view
         the session. Raises BadRequest for the session of a project's OpenAI-compatible calls: later calls would still
@@ -130,10 +131,13 @@ class SessionService:
             raise BadRequest(
                 f"session {session_id} belongs to the OpenAI-compatible calls of its project and cannot be moved"
             )
-        if session.owner != project:
-            models, size = self._brings(session_id, session)
-            self._quotas.move(caller, project, sessions=int(session.status == "open"), models=models, size=size)
-        for scope in {session.owner, project}:
+        if session.owner == project:
+            self._quotas.take(caller, project)
+            self._lifecycle.move(session_id, project, begun=True)
+            return
+        models, size = self._brings(session_id, session)
+        self._quotas.move(caller, project, sessions=int(session.status == "open"), models=models, size=size)
+        for scope in (session.owner, project):
             moved = {"session_id": session_id, "from_project_id": session.owner, "to_project_id": project}
             audit.note(self._records, caller, scope, "session_move", moved)
         note_move(self._objects, session_id, self._records.now(), project)
