@@ -31,8 +31,8 @@ from app.api.base import (
 from app.api.base import blueprint as make
 from app.errors import NotFound
 from app.ids import MAX_NUMBER, TinkerPath
-from app.services.checkpoints import Archive
 from app.services.views import CHECKPOINT_TYPES, Page
+from app.stores.objects.archives import Archive
 from app.stores.objects.folder import FolderStore
 
 _PARTS = {
