@@ -26,7 +26,6 @@ from app.services.tenants.access import (
     list_checkpoints,
     load_checkpoint,
     load_owned,
-    missing,
 )
 from app.services.tenants.limits import QuotaService
 from app.services.training import check_ttl
@@ -78,7 +77,8 @@ class CheckpointService:
         expires = None if ttl_seconds is None else now + ttl_seconds
         self._audit(caller, checkpoint, path, "checkpoint_set_ttl", ttl_seconds=ttl_seconds)
         note(self._objects, checkpoint.prefix, "expires_at", now, expires)
-        self._update(path, {"expires_at": expires, "expiry_by": OWNER})
+        if not self._update(path, checkpoint, {"expires_at": expires, "expiry_by": OWNER}):
+            self.set_ttl(path, caller, ttl_seconds)
 
     def publish(self, path: ids.TinkerPath, caller: Caller, *, public: bool) -> None:
         """Makes the checkpoint readable for everybody with a key, or private again. A repeat is harmless. Raises
@@ -87,7 +87,8 @@ class CheckpointService:
         self._quotas.take(caller, checkpoint.owner)
         self._audit(caller, checkpoint, path, "checkpoint_publish" if public else "checkpoint_unpublish")
         note(self._objects, checkpoint.prefix, "public", self._records.now(), public)
-        self._update(path, {"public": public})
+        if not self._update(path, checkpoint, {"public": public}):
+            self.publish(path, caller, public=public)
 
     def delete(self, path: ids.TinkerPath, caller: Caller) -> None:
         """Deletes a checkpoint: its manifest first, so that no rebuild restores it, and its record last, so that a
@@ -111,11 +112,11 @@ class CheckpointService:
         urls = {name: self._objects.presign(f"{checkpoint.prefix}/{name}", URL_SECONDS) for name in checkpoint.files}
         return {"urls": urls, "expires": timestamp(time.time() + URL_SECONDS)}
 
-    def _update(self, path: ids.TinkerPath, changes: Mapping[str, Any]) -> None:
-        """Changes the record. Raises NotFound: the checkpoint may have been deleted since it was read."""
+    def _update(self, path: ids.TinkerPath, found: Checkpoint, changes: Mapping[str, Any]) -> bool:
+        """Changes the record. Returns False, without a change, when the checkpoint was overwritten or deleted since it
+        was read: the call then begins anew, because its note is beside the old save."""
         fields = {name: json.dumps(value) for name, value in changes.items()}
-        if not self._records.update(Checkpoint.namespace, str(path), fields):
-            raise missing(Checkpoint, str(path))
+        return self._records.update_same(Checkpoint.namespace, str(path), ("prefix", json.dumps(found.prefix)), fields)
 
     def _audit(self, caller: Caller, found: Checkpoint, path: ids.TinkerPath, event: str, **more: Any) -> None:
         about = {"model_id": found.model_id, "tinker_path": str(path), **more}

@@ -13,7 +13,9 @@ from tinker.types.training_run import TrainingRun
 
 from app.domain import ops
 from app.domain.records import Checkpoint
+from app.ids import TinkerPath
 from tests import ssh_keys
+from tests.unit.app.api.test_copies import rebuilt, saved
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api
 
@@ -266,6 +268,35 @@ def test_a_change_of_a_checkpoint_that_is_deleted_meanwhile_finds_none(
     assert refused[0] == 404
     assert refused == change(), "it answers as for a checkpoint that never was"
     assert api.services.records.get(Checkpoint.namespace, path) is None
+
+
+@pytest.mark.parametrize(("method", "tail"), [("PUT", "ttl"), ("POST", "publish")])
+def test_a_change_of_a_checkpoint_that_is_overwritten_meanwhile_is_made_to_the_new_save_and_outlives_a_rebuild(
+    api: Api, state_url: str, monkeypatch: pytest.MonkeyPatch, method: str, tail: str
+) -> None:
+    path = saved(api)
+    model = TinkerPath.parse(path).model_id
+    put_new = api.services.objects.put_new
+
+    def overwritten_behind(key: str, source: Path | bytes) -> bool:
+        done = put_new(key, source)
+        monkeypatch.undo()
+        saved(api, model, 2)
+        return done
+
+    def change() -> tuple[bool, bool]:
+        found = api.services.records.find(Checkpoint, path)
+        assert found is not None and found.prefix.endswith("/2-1")
+        return found.expires_at is not None, found.public
+
+    monkeypatch.setattr(api.services.objects, "put_new", overwritten_behind)
+    body = {"json": {"ttl_seconds": 3600}} if tail == "ttl" else {}
+    url = f"/api/v1/training_runs/{model}/checkpoints/weights/a/{tail}"
+    assert api.client.open(url, method=method, headers={"X-API-Key": api.key}, **body).status_code == 200
+    expected = (tail == "ttl", tail == "publish")
+    assert change() == expected
+    rebuilt(api, state_url, emptied=True)
+    assert change() == expected
 
 
 def test_an_external_checkpoint_downloads_without_a_key(api: Api) -> None:
