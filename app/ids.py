@@ -14,20 +14,23 @@ from dataclasses import dataclass
 from app.errors import BadRequest
 
 MAX_SEQ = 2**31 - 1
-"""The largest number that a client gives a call, a model or another object."""
+"""The largest number that a client gives a call on a model."""
+MAX_NUMBER = 10**9 - 1
+"""The largest number that a client gives a model, a sampling session or a custom loss."""
 CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
 _OPENAI = uuid.uuid5(uuid.NAMESPACE_URL, "/oai/api/v1")
 _COPIES = uuid.uuid5(uuid.NAMESPACE_URL, "/api/v1/copy_weights")
 _SESSIONS = uuid.uuid5(uuid.NAMESPACE_URL, "/api/v1/create_session")
 _UPLOADS = uuid.uuid5(uuid.NAMESPACE_URL, "/api/v1/external_weights_upload_start")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-_LOSS_ID = re.compile(r"[A-Za-z0-9-]{1,64}:loss:[0-9]{1,10}")
-_UNLOAD_ID = re.compile(r"([A-Za-z0-9-]{1,64}:train:[0-9]{1,9}):unload:0")
-_SEQUENCE_ID = re.compile(r"([A-Za-z0-9-]{1,64}:sample:[0-9]{1,20}):[0-9]{1,20}-[0-9]{1,10}")
-_REQUEST_ID = re.compile(
-    r"[A-Za-z0-9-]{1,64}:((train|sample):[0-9]{1,20}(:unload)?:[0-9]{1,20}(-[0-9]{1,10})?|loss:[0-9]{1,10})"
-)
-_MODEL_ID = re.compile(r"([A-Za-z0-9-]{1,64}):train:([0-9]{1,9})")
+_SESSION = "[A-Za-z0-9-]{1,64}"
+_NUMBER = f"[0-9]{{1,{len(str(MAX_NUMBER))}}}"
+_LONG = "[0-9]{1,20}"
+_LOSS_ID = re.compile(f"{_SESSION}:loss:{_NUMBER}")
+_UNLOAD_ID = re.compile(f"({_SESSION}:train:{_NUMBER}):unload:0")
+_SEQUENCE_ID = re.compile(f"({_SESSION}:sample:{_LONG}):{_LONG}-[0-9]{{1,10}}")
+_REQUEST_ID = re.compile(f"{_SESSION}:((train|sample):{_LONG}(:unload)?:{_LONG}(-[0-9]{{1,10}})?|loss:{_NUMBER})")
+_MODEL_ID = re.compile(f"({_SESSION}):train:({_NUMBER})")
 
 
 def new_session_id() -> str:

@@ -30,9 +30,9 @@ from app.api.base import (
 )
 from app.api.base import blueprint as make
 from app.errors import NotFound
-from app.ids import TinkerPath
-from app.services.checkpoints import Archive
+from app.ids import MAX_NUMBER, TinkerPath
 from app.services.views import CHECKPOINT_TYPES, Page
+from app.stores.objects.archives import Archive
 from app.stores.objects.folder import FolderStore
 
 _PARTS = {
@@ -263,7 +263,7 @@ class CopyWeights(SdkSchema):
     source_path = identifier()
     destination_project_id = fields.String(load_default=None, validate=validate.Length(1, 256))
     session_id = fields.String(load_default=None, validate=validate.Length(1, 512))
-    model_seq_id = fields.Integer(strict=True, load_default=None, validate=validate.Range(0, 10**9 - 1))
+    model_seq_id = fields.Integer(strict=True, load_default=None, validate=validate.Range(0, MAX_NUMBER))
     ttl_seconds = fields.Integer(strict=True, allow_none=True, load_default=None)
     weights_access_token = access_token(load_default=None)
 

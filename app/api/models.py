@@ -11,6 +11,7 @@ from app.api.base import SdkSchema, counter, current_caller, identifier, metadat
 from app.api.base import blueprint as make
 from app.api.examples import CREATE_MODEL
 from app.api.futures import Promise
+from app.ids import MAX_NUMBER
 
 blueprint = make("models", "Training")
 
@@ -49,7 +50,7 @@ def model_role() -> fields.String:
 
 class CreateModel(SdkSchema):
     session_id = identifier()
-    model_seq_id = counter(0, 10**9 - 1)
+    model_seq_id = counter(0, MAX_NUMBER)
     base_model = identifier()
     # null, or a rank of 0, asks for full fine-tuning.
     lora_config = fields.Nested(LoraConfig, load_default=lambda: LoraConfig().load({}), allow_none=True)

@@ -10,6 +10,7 @@ from app.api.base import SdkSchema, counter, current_caller, identifier, large, 
 from app.api.base import blueprint as make
 from app.api.examples import CREATE_SAMPLING_SESSION, SAMPLE
 from app.api.futures import SamplePromise
+from app.ids import MAX_NUMBER
 
 blueprint = make(
     "sampling", "Sampling", parameters={"sampler_id": "the sampling_session_id of create_sampling_session"}
@@ -20,7 +21,7 @@ class CreateSamplingSession(SdkSchema):
     """A request for a sampling session."""
 
     session_id = identifier()
-    sampling_session_seq_id = counter(0, 10**9)
+    sampling_session_seq_id = counter(0, MAX_NUMBER)
     model_path = fields.String(allow_none=True)
     base_model = fields.String(allow_none=True)
 

@@ -39,6 +39,7 @@ from app.api.futures import Promise
 from app.api.models import Hyperparameters, model_role
 from app.domain.ops import AdamParams
 from app.errors import BadRequest, LimitReached, RequestError
+from app.ids import MAX_NUMBER, MAX_SEQ
 from app.stores.redis.types import RefusalKind
 from app.wire import bodies
 from app.wire import forward_backward as wire
@@ -182,7 +183,7 @@ def save_weights(asked: dict[str, Any]) -> dict[str, str]:
 
 class SaveWeightsForSampler(_Save):
     path = fields.String(allow_none=True)
-    sampling_session_seq_id = fields.Integer(strict=True, allow_none=True, validate=validate.Range(0, 10**9))
+    sampling_session_seq_id = fields.Integer(strict=True, allow_none=True, validate=validate.Range(0, MAX_NUMBER))
     kind = fields.String(
         load_default="snapshot",
         validate=validate.OneOf(("snapshot", "inflight")),
@@ -221,6 +222,9 @@ def save_weights_external(asked: dict[str, Any]) -> dict[str, str]:
     return services().training.save_weights_external(current_caller(), asked)
 
 
+_OF_MODEL, _OF_SESSION = {"model_id", "seq_id"}, {"session_id", "model_seq_id"}
+
+
 class LoadWeights(SdkSchema):
     """A request to load weights, either as a model's next Op (model_id, seq_id) or as a new model (session_id,
     model_seq_id)."""
@@ -228,9 +232,9 @@ class LoadWeights(SdkSchema):
     path = identifier()
     optimizer = fields.Boolean(load_default=False)
     model_id = fields.String()
-    seq_id = fields.Integer(strict=True)
+    seq_id = fields.Integer(strict=True, validate=validate.Range(1, MAX_SEQ))
     session_id = fields.String()
-    model_seq_id = fields.Integer(strict=True)
+    model_seq_id = fields.Integer(strict=True, validate=validate.Range(0, MAX_NUMBER))
     base_model = fields.String()
     optimizer_config = fields.Dict(keys=fields.String())
     model_role = model_role()
@@ -239,14 +243,12 @@ class LoadWeights(SdkSchema):
 
     @validates_schema
     def _one_addressing(self, data: dict[str, object], **_: object) -> None:
-        model = data.get("model_id") is not None and in_counter(data.get("seq_id"), 1)
-        session = data.get("session_id") is not None and in_counter(data.get("model_seq_id"), 0)
-        if model == session:
-            raise ValidationError("send model_id and seq_id (from 1), or session_id and model_seq_id (from 0)")
-
-
-def in_counter(value: object, low: int) -> bool:
-    return isinstance(value, int) and low <= value < 10**9
+        given = data.keys() & (_OF_MODEL | _OF_SESSION)
+        if given not in (_OF_MODEL, _OF_SESSION):
+            raise ValidationError(
+                "send model_id and seq_id, or session_id and model_seq_id, and nothing else of these four "
+                f"(got {', '.join(sorted(given)) or 'none'})"
+            )
 
 
 @weights_blueprint.route("/load_weights", methods=["POST"])
@@ -256,7 +258,7 @@ def in_counter(value: object, low: int) -> bool:
 @weights_blueprint.response(200, Promise)
 def load_weights(asked: dict[str, Any]) -> dict[str, str]:
     """Load a checkpoint into a model, or make a new model from one."""
-    if asked.get("model_id") is not None:
+    if "model_id" in asked:
         return services().training.load_weights(current_caller(), asked)
     return services().models.create_from(current_caller(), asked)
 
@@ -265,7 +267,7 @@ class CreateCustomLoss(SdkSchema):
     """A request for a custom loss. app/wire/custom_loss.py checks its graph."""
 
     session_id = identifier()
-    custom_loss_seq_id = counter(0, 10**9 - 1)
+    custom_loss_seq_id = counter(0, MAX_NUMBER)
     name = fields.String(required=True, validate=validate.Length(1, 128))
     inputs = fields.List(
         fields.Raw(), required=True, metadata={"description": "name and rank of each input, logprobs first"}

@@ -1,17 +1,13 @@
 """Lists, searches, publishes, expires, copies, downloads and deletes checkpoints. An expired one counts as deleted.
 
 A copy has its own files, in a separate run that is never trained.
-
-An archive is one tar of a checkpoint's files, for SDKs up to 0.34. The tar is generated while it is sent, and this
-server never reads one.
 """
 
 from __future__ import annotations
 
 import json
-import tarfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -20,7 +16,7 @@ from app import ids
 from app.domain.accounts import Caller
 from app.domain.checkpoints import MANIFEST, OWNER, CheckpointPrefix, Expiry, Manifest
 from app.domain.records import Checkpoint, Model, Session
-from app.errors import BadRequest, NotFound, Unavailable
+from app.errors import BadRequest, NotFound
 from app.services.tenants import audit
 from app.services.tenants.access import (
     ListedCheckpoint,
@@ -30,13 +26,12 @@ from app.services.tenants.access import (
     list_checkpoints,
     load_checkpoint,
     load_owned,
-    missing,
 )
 from app.services.tenants.limits import QuotaService
 from app.services.training import check_ttl
 from app.services.views import CHECKPOINT_TYPES, Page, check_writable, checkpoint_view, projects, searched, timestamp
 from app.signing import UrlSigner
-from app.stores.disk import TemporaryCopies
+from app.stores.objects.archives import Archive, ArchiveFiles
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import expire_older, note, remove_checkpoint
 from app.stores.redis.journal import RedisOpLog
@@ -49,10 +44,6 @@ URL_SECONDS = 3600
 _SEQ, _EPOCH = 1, 1
 _COPIED_PREFIX = "copied_prefix"
 """The field of a copy's run with the place of the save that it copies. Runs of earlier versions have none."""
-
-COMPLETE = "checkpoint_complete"
-"""An empty file at the end: `tinker checkpoint push-hf` takes an archive without it for one that was cut short."""
-_CHUNK_BYTES = 2**20
 
 
 class CheckpointService:
@@ -86,7 +77,8 @@ class CheckpointService:
         expires = None if ttl_seconds is None else now + ttl_seconds
         self._audit(caller, checkpoint, path, "checkpoint_set_ttl", ttl_seconds=ttl_seconds)
         note(self._objects, checkpoint.prefix, "expires_at", now, expires)
-        self._update(path, {"expires_at": expires, "expiry_by": OWNER})
+        if not self._update(path, checkpoint, {"expires_at": expires, "expiry_by": OWNER}):
+            self.set_ttl(path, caller, ttl_seconds)
 
     def publish(self, path: ids.TinkerPath, caller: Caller, *, public: bool) -> None:
         """Makes the checkpoint readable for everybody with a key, or private again. A repeat is harmless. Raises
@@ -95,7 +87,8 @@ class CheckpointService:
         self._quotas.take(caller, checkpoint.owner)
         self._audit(caller, checkpoint, path, "checkpoint_publish" if public else "checkpoint_unpublish")
         note(self._objects, checkpoint.prefix, "public", self._records.now(), public)
-        self._update(path, {"public": public})
+        if not self._update(path, checkpoint, {"public": public}):
+            self.publish(path, caller, public=public)
 
     def delete(self, path: ids.TinkerPath, caller: Caller) -> None:
         """Deletes a checkpoint: its manifest first, so that no rebuild restores it, and its record last, so that a
@@ -119,11 +112,11 @@ class CheckpointService:
         urls = {name: self._objects.presign(f"{checkpoint.prefix}/{name}", URL_SECONDS) for name in checkpoint.files}
         return {"urls": urls, "expires": timestamp(time.time() + URL_SECONDS)}
 
-    def _update(self, path: ids.TinkerPath, changes: Mapping[str, Any]) -> None:
-        """Changes the record. Raises NotFound: the checkpoint may have been deleted since it was read."""
+    def _update(self, path: ids.TinkerPath, found: Checkpoint, changes: Mapping[str, Any]) -> bool:
+        """Changes the record. Returns False, without a change, when the checkpoint was overwritten or deleted since it
+        was read: the call then begins anew, because its note is beside the old save."""
         fields = {name: json.dumps(value) for name, value in changes.items()}
-        if not self._records.update(Checkpoint.namespace, str(path), fields):
-            raise missing(Checkpoint, str(path))
+        return self._records.update_same(Checkpoint.namespace, str(path), ("prefix", json.dumps(found.prefix)), fields)
 
     def _audit(self, caller: Caller, found: Checkpoint, path: ids.TinkerPath, event: str, **more: Any) -> None:
         about = {"model_id": found.model_id, "tinker_path": str(path), **more}
@@ -304,23 +297,13 @@ def _place(target: ids.TinkerPath) -> CheckpointPrefix:
     return CheckpointPrefix(target.model_id, target.kind, target.name, _EPOCH, _SEQ)
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
-    """An archive of `size` bytes, produced by `chunks`. `chunks` raises NotFound or Unavailable midway when a file is
-    not available, so that fewer bytes come."""
-
-    size: int
-    chunks: Iterator[bytes]
-
-
 class ArchiveService:
-    """Creates archive URLs and streams archives. A URL for the checkpoint's project names its folder in the object
+    """Creates archive URLs and opens archives. A URL for the checkpoint's project names its folder in the object
     store, which never changes. So an archive holds the requested version, however late it is downloaded. A URL for
     others names the checkpoint, and works only as long as that is published."""
 
-    def __init__(self, store: RedisRecords, objects: ObjectStore, signer: UrlSigner, least_free: int) -> None:
-        self._records, self._objects, self._signer = store, objects, signer
-        self._copies = TemporaryCopies("archives", least_free)
+    def __init__(self, store: RedisRecords, files: ArchiveFiles, signer: UrlSigner) -> None:
+        self._records, self._files, self._signer = store, files, signer
 
     def url(self, path: ids.TinkerPath, caller: Caller) -> tuple[str, int]:
         """A URL that needs no key, and its expiry (Unix seconds). Raises NotFound."""
@@ -333,7 +316,7 @@ class ArchiveService:
         """The archive for a signed URL. Raises Forbidden for a URL that this server did not sign or that has expired;
         NotFound, Unavailable."""
         self._signer.check(_route(prefix), expires, signature)
-        return self._archive(prefix)
+        return self._files.open(prefix)
 
     def open_public(self, path: ids.TinkerPath, expires: int, signature: str) -> Archive:
         """The same for the URL of a published checkpoint. Raises NotFound also when it is no longer published."""
@@ -341,41 +324,7 @@ class ArchiveService:
         checkpoint = find_public(self._records, path)
         if checkpoint is None:
             raise NotFound("this checkpoint is no longer published")
-        return self._archive(checkpoint.prefix)
-
-    def _archive(self, prefix: str) -> Archive:
-        try:
-            manifest = Manifest.from_json(self._objects.read(f"{prefix}/{MANIFEST}"))
-        except NotFound:
-            raise NotFound("this checkpoint was deleted") from None
-        except ValueError:
-            raise Unavailable(f"the manifest of {prefix} is damaged: restore it in the object store") from None
-        sizes = {name: entry.size for name, entry in manifest.files.items()}
-        padded = (_padded(size) for size in sizes.values())
-        size = len(_header(COMPLETE, 0)) + len(_END) + sum(padded) + sum(len(_header(*file)) for file in sizes.items())
-        chunks = self._chunks(prefix, sizes)
-        next(chunks)
-        return Archive(size, chunks)
-
-    def _chunks(self, prefix: str, sizes: dict[str, int]) -> Iterator[bytes]:
-        """The first chunk is empty. Before it, this raises Unavailable while no archive can be sent; after it, the end
-        of the iterator makes room for another archive, also when nothing else was read."""
-        with self._copies.folder(max(sizes.values(), default=0)) as folder:
-            yield b""
-            for name, size in sizes.items():
-                fetched = folder / "file"
-                self._objects.get(f"{prefix}/{name}", fetched)
-                if fetched.stat().st_size != size:
-                    raise Unavailable(
-                        f"the object store sent {fetched.stat().st_size} of the {size} bytes of {prefix}/{name}; try "
-                        "again soon"
-                    )
-                yield _header(name, size)
-                with fetched.open("rb") as data:
-                    yield from iter(lambda: data.read(_CHUNK_BYTES), b"")
-                yield bytes(_padded(size) - size)
-        yield _header(COMPLETE, 0)
-        yield _END
+        return self._files.open(checkpoint.prefix)
 
 
 def _route(prefix: str) -> str:
@@ -384,17 +333,3 @@ def _route(prefix: str) -> str:
 
 def _public_route(path: ids.TinkerPath) -> str:
     return f"public_archives/{path.model_id}/{path.kind}/{path.name}"
-
-
-_END = bytes(2 * tarfile.BLOCKSIZE)
-
-
-def _header(name: str, size: int) -> bytes:
-    """A tar header with only a name and a size; GNU's format holds any size."""
-    member = tarfile.TarInfo(name)
-    member.size = size
-    return member.tobuf(tarfile.GNU_FORMAT)
-
-
-def _padded(size: int) -> int:
-    return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE

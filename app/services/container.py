@@ -33,6 +33,7 @@ from app.settings import Settings, tenants
 from app.signing import UrlSigner
 from app.stores.objects import create
 from app.stores.objects.accounts import AccountFiles
+from app.stores.objects.archives import ArchiveFiles
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.captures import CaptureFiles
 from app.stores.objects.routes import RouteFiles
@@ -165,7 +166,7 @@ def build(settings: Settings) -> Services:
         runs=RunService(records, quotas),
         checkpoints=CheckpointService(records, objects, quotas),
         checkpoint_search=CheckpointSearch(records),
-        archives=ArchiveService(records, objects, signer, settings.engine.free_disk_bytes),
+        archives=ArchiveService(records, ArchiveFiles(objects, settings.engine.free_disk_bytes), signer),
         copies=CopyService(records, oplog, lifecycle, objects, quotas, sources),
         uploads=UploadService(records, objects, bases, quotas, importer, settings.limits),
         poll_limiter=poll_limiter,

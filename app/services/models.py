@@ -114,7 +114,8 @@ class ModelService:
         Raises NotFound.
         """
         model = load_owned(self._records, Model, model_id, caller)
-        audit.note(self._records, caller, model.owner, "run_delete", {"model_id": model_id}, urgent=True)
+        once = f"delete {model_id}"
+        audit.note(self._records, caller, model.owner, "run_delete", {"model_id": model_id}, once=once, urgent=True)
         self._teardown.end(model_id)
 
     def _repeat(self, caller: Caller, asked: Mapping[str, Any], source: str) -> dict[str, str] | None:

@@ -271,7 +271,7 @@ def check_scores(request: SampleRequest, info: BaseModelInfo) -> None:
     likeliest = min(MAX_TOP, info.vocab_size)
     in_range("topk_prompt_logprobs", request.prompt_top, 0, likeliest)
     in_range("topk_sample_logprobs", request.sample_top, 0, likeliest)
-    in_range("prompt_alt_tokens_k", request.prompt_alternatives, 0)
+    in_range("prompt_alt_tokens_k", request.prompt_alternatives, 0, MAX_CELLS)
     targets = 0 if request.prompt_targets is None else check_targets(request.prompt_targets, rows, info.vocab_size)
     check_size("topk_prompt_logprobs", request.prompt_top, rows + 1)
     check_size("prompt_alt_tokens_k", request.prompt_alternatives, rows)

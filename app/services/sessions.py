@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
@@ -34,7 +34,7 @@ from app.stores.objects.notes import note_move
 from app.stores.redis.backlog import RedisCalls
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump, load
-from app.stores.redis.types import Call
+from app.stores.redis.types import Call, Record
 
 ListedSession = tuple[str, Session]
 """A session's id and the session."""
@@ -118,7 +118,8 @@ class SessionService:
         }
 
     def move(self, session_id: str, caller: Caller, project: str) -> None:
-        """Moves the session, with its checkpoints and everything else in it, to another project. A repeat is harmless.
+        """Moves the session, with its checkpoints and everything else in it, to another project. A repeat completes a
+        move that broke off.
 
         Raises NotFound for the session or the project, as `create` does. Raises Forbidden if the caller may only view
         the session. Raises BadRequest for the session of a project's OpenAI-compatible calls: later calls would still
@@ -130,10 +131,13 @@ class SessionService:
             raise BadRequest(
                 f"session {session_id} belongs to the OpenAI-compatible calls of its project and cannot be moved"
             )
-        if session.owner != project:
-            models, size = self._brings(session_id, session)
-            self._quotas.move(caller, project, sessions=int(session.status == "open"), models=models, size=size)
-        for scope in {session.owner, project}:
+        if session.owner == project:
+            self._quotas.take(caller, project)
+            self._lifecycle.move(session_id, project, begun=True)
+            return
+        models, size = self._brings(session_id, session)
+        self._quotas.move(caller, project, sessions=int(session.status == "open"), models=models, size=size)
+        for scope in (session.owner, project):
             moved = {"session_id": session_id, "from_project_id": session.owner, "to_project_id": project}
             audit.note(self._records, caller, scope, "session_move", moved)
         note_move(self._objects, session_id, self._records.now(), project)
@@ -143,7 +147,7 @@ class SessionService:
         """The session's number of live models, and the bytes of its checkpoints."""
         runs = self._records.list(Model.namespace, ids.model_prefix(session_id))
         live = sum(_is_live(fields) for _, fields in runs) if session.status == "open" else 0
-        stored = self._records.list(Checkpoint.namespace, f"tinker://{ids.model_prefix(session_id)}")
+        stored = self._records.list(Checkpoint.namespace, _checkpoints_of(session_id))
         return live, sum(load(Checkpoint, fields).size_bytes for _, fields in stored)
 
 
@@ -165,7 +169,7 @@ class SessionSearch:
         """The body of sessions/search. Raises NotFound for a project that the caller does not see."""
         found = list(islice(self._found(caller, asked), asked["limit"] + 1))
         shown = found[: asked["limit"]]
-        answer: dict[str, Any] = {"sessions": [self._summary(pair) for pair in shown]}
+        answer: dict[str, Any] = {"sessions": self._summaries(shown)}
         if len(found) > len(shown):
             last_id, last = shown[-1]
             answer["next_cursor"] = {"last_created_at": timestamp(last.created), "last_session_id": last_id}
@@ -182,21 +186,31 @@ class SessionSearch:
                 if fields and fits(found := (id_, load(Session, fields))):
                     yield found
 
-    def _summary(self, found: ListedSession) -> dict[str, Any]:
-        session_id, session = found
-        stored = self._records.list(Checkpoint.namespace, f"tinker://{ids.model_prefix(session_id)}")
-        sizes = [load(Checkpoint, fields).size_bytes for _, fields in stored]
-        return {
-            "session_id": session_id,
-            "created_at": timestamp(session.created),
-            "owner": owner_of(session.user, session.owner),
-            "project_id": session.owner,
-            "status": _status(session),
-            "checkpoints_count": len(sizes),
-            "checkpoint_storage_bytes": sum(sizes),
-            "display_name": session.display_name or None,
-            "user_metadata": texts(session.user_metadata),
-        }
+    def _summaries(self, found: Sequence[ListedSession]) -> list[dict[str, Any]]:
+        prefixes = [_checkpoints_of(session_id) for session_id, _ in found]
+        owners = {session.owner for _, session in found}
+        stored = self._records.readable_checkpoints(prefixes, owners)
+        return [_summary(*pair, its.values()) for pair, its in zip(found, stored, strict=True)]
+
+
+def _checkpoints_of(session_id: str) -> str:
+    """The prefix of the paths of all checkpoints of a session."""
+    return f"tinker://{ids.model_prefix(session_id)}"
+
+
+def _summary(session_id: str, session: Session, checkpoints: Iterable[Record]) -> dict[str, Any]:
+    sizes = [load(Checkpoint, fields).size_bytes for fields in checkpoints]
+    return {
+        "session_id": session_id,
+        "created_at": timestamp(session.created),
+        "owner": owner_of(session.user, session.owner),
+        "project_id": session.owner,
+        "status": _status(session),
+        "checkpoints_count": len(sizes),
+        "checkpoint_storage_bytes": sum(sizes),
+        "display_name": session.display_name or None,
+        "user_metadata": texts(session.user_metadata),
+    }
 
 
 def _filter(caller: Caller, within: Set[str], asked: Mapping[str, Any]) -> Callable[[ListedSession], bool]:

@@ -64,6 +64,10 @@ CHANGED: dict[str, dict[str, Any]] = {
         "schemas ClientConfig": "7af2017141f647236de2e8459eda44ff06e6362eb4c9f1b299d3f700815a87e9",
         # A recipient can be an SSH key.
         "schemas SaveWeightsExternal": "6ecfe4041b6cd761869bc3514bbb15653f07d2c6f5bdd6898f61c55f740ae221",
+        # A number that becomes part of an id has at most nine digits, and a load's numbers have bounds.
+        "schemas CreateSamplingSession": "b1735778c23c06f5c985e9699b7a3cff0b35d7bdaf864d09e458f04dea47cc46",
+        "schemas LoadWeights": "3e0b8eaca4e120410a159bf92a70ae9c89b841dd815aa57f8b6b202decabc895",
+        "schemas SaveWeightsForSampler": "353cd4ccc4b0bfadc90d7776c75c735484cc834768786dc09b3ba7b3d6f6249d",
         # An unknown field is refused.
         "schemas LoraConfig": "d68509e3164670cdcc2713a5b7ee600249a6929c81dc4df2ed07691200c8d43d",
         "schemas Adam": "50b2ca46332a2cc39d9501eb56f510127d141c95a13a4be0dafca3f7e111a3d8",

@@ -77,9 +77,11 @@ class CaptureService:
         """Deletes the same captures, and returns their number. Raises as `page` does."""
         self._check(caller, run)
         found = self._files.places(caller.project, run)
-        about: audit.About = {"run_id": run, "captures": len(found)}
-        audit.note(self._records, caller, caller.project, "capture_delete", about, urgent=True)
-        self._files.remove(found)
+        if found:
+            about: audit.About = {"run_id": run, "captures": len(found)}
+            once = f"delete {found[-1].name}"
+            audit.note(self._records, caller, caller.project, "capture_delete", about, once=once, urgent=True)
+            self._files.remove(found)
         return len(found)
 
     def _check(self, caller: Caller, run: str | None) -> None:

@@ -84,8 +84,8 @@ class ResultStream:
         try:
             self._check_key(caller)
             self._beat(caller)
-        except redis.RedisError as error:
-            if not is_outage(error):
+        except (redis.RedisError, Unavailable) as error:
+            if not _passes(error):
                 raise
 
     def leave(self, asked: Asked, *, ended: bool) -> None:
@@ -112,8 +112,8 @@ class ResultStream:
             self._waiter.wait(asked.request_id, _TURN_S, look)
             if not found[0] and found[2] is None:
                 look()
-        except redis.RedisError as error:
-            if not is_outage(error):
+        except (redis.RedisError, Unavailable) as error:
+            if not _passes(error):
                 raise
             time.sleep(_TURN_S)
         return found
@@ -125,6 +125,12 @@ class ResultStream:
             with contextlib.suppress(redis.RedisError):
                 return self._streams.read(asked.request_id, after)
         return [], after
+
+
+def _passes(error: redis.RedisError | Unavailable) -> bool:
+    """True for an outage, also one of replicas or of the object store. A client that was told of it would send its
+    request again, and its answer would be sampled and charged twice."""
+    return isinstance(error, Unavailable) or is_outage(error)
 
 
 def _output(result: Result) -> SampleOutput:

@@ -72,14 +72,18 @@ class RedisBacklog:
             start_ms, is_last = found[-1][1], len(found) < most
             read = {id_ for id_, since_ms in found if since_ms == start_ms}
 
-    def seqs(self, model_ids: Iterable[str]) -> dict[str, list[int]]:
+    def seqs(self, model_ids: Sequence[str]) -> dict[str, list[int]]:
         """The waiting seqs of each model, in order, including consumed ones."""
         found = {}
-        for model_id in model_ids:
-            applied = cast("bytes | None", self._redis.hget(keys.model(model_id), "applied"))
-            behind = f"({int(applied or -1)}"
-            waiting = cast(list[bytes], self._redis.zrangebyscore(keys.journal(model_id), behind, "+inf"))
-            found[model_id] = [int(seq) for seq in waiting]
+        for slice_ in _slices(model_ids):
+            with self._redis.pipeline(transaction=False) as pipe:
+                for model_id in slice_:
+                    pipe.hget(keys.model(model_id), "applied")
+                applied = pipe.execute()
+                for model_id, last in zip(slice_, applied, strict=True):
+                    pipe.zrangebyscore(keys.journal(model_id), f"({int(last or -1)}", "+inf")
+                for model_id, waiting in zip(slice_, pipe.execute(), strict=True):
+                    found[model_id] = [int(seq) for seq in waiting]
         return found
 
     def owners(self, ids_: Sequence[str]) -> list[str]:

@@ -66,11 +66,12 @@ class RedisLifecycle:
         """Ends the session because its client is done. The first reason stays as its status, with its `detail`."""
         self._run("finish", session_id, json.dumps(reason), json.dumps(detail) if detail else "")
 
-    def move(self, session_id: str, project: str) -> None:
+    def move(self, session_id: str, project: str, *, begun: bool = False) -> None:
         """Moves the session, with everything in it or being saved in it, to another project: in one step, or in several
-        if it has more than 200 records. If these are cut short, a repeat moves the rest. A session that is gone does
-        not change."""
-        left: Sequence[bytes | int] = ()
+        if it has more than 200 records. If these are cut short, a repeat moves the rest; `begun` says that this is
+        such a repeat, which changes nothing once the session has been moved elsewhere. A session that is gone does not
+        change."""
+        left: Sequence[bytes | str | int] = (1, "") if begun else ()
         while isinstance(found := self._run("move_session", session_id, json.dumps(project), *left), list):
             left = found
 

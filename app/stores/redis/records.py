@@ -121,6 +121,11 @@ class RedisRecords:
         """Sets fields of a record. Returns False when there is no such record; none is created."""
         return bool(self._run("update", namespace, key, *flat(fields)))
 
+    def update_same(self, namespace: str, key: str, same: tuple[str, str], fields: Record) -> bool:
+        """Sets fields of a record in which the field `same` still has the value that was read. Returns False, without a
+        change, when it is gone or has changed since."""
+        return bool(self._run("update_same", namespace, key, *same, *flat(fields)))
+
     def find(self, cls: type[R], key: str) -> R | None:
         """The record, of which only the fields of `cls` are read; None if there is none."""
         names = cls.__match_args__

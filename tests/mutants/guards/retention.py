@@ -42,9 +42,17 @@ MUTANTS = (
     Mutant(
         "retention: a change of what is deleted meanwhile",
         "app/services/checkpoints.py",
-        "if not self._records.update(Checkpoint.namespace, str(path), fields):",
-        "if not self._records.update(Checkpoint.namespace, str(path), fields) and False:",
+        'if not self._update(path, checkpoint, {"public": public}):',
+        'if not self._update(path, checkpoint, {"public": public}) and False:',
         "tests/unit/app/api/test_weights.py::test_a_change_of_a_checkpoint_that_is_deleted_meanwhile_finds_none",
+    ),
+    Mutant(
+        "retention: a change of what is overwritten meanwhile",
+        "app/stores/redis/lua/records.lua",
+        "if redis.call('HGET', key, ARGV[3]) ~= ARGV[4] then return 0 end",
+        "if redis.call('EXISTS', key) == 0 then return 0 end",
+        "tests/unit/app/api/test_weights.py::"
+        "test_a_change_of_a_checkpoint_that_is_overwritten_meanwhile_is_made_to_the_new_save_and_outlives_a_rebuild",
     ),
     Mutant("retention: expired ones do not count", _TASK, " and not checkpoint.is_expired(now)", "", _STAYS),
     Mutant(

@@ -415,7 +415,7 @@ MUTANTS = (
     Mutant(
         "openai: an outage is waited for",
         "app/services/openai/streaming.py",
-        "if not is_outage(error):\n                raise\n            time",
+        "if not _passes(error):\n                raise\n            time",
         "raise\n            time",
         f"{_OPENAI}/test_streaming.py::test_an_outage_is_waited_for",
     ),

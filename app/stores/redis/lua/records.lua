@@ -127,6 +127,14 @@ if redis.call('EXISTS', key) == 0 then return 0 end
 redis.call('HSET', key, unpack(ARGV, 3))
 return 1
 
+-- script: update_same flags=allow-oom
+-- Set fields of a record in which one field is still the same. ARGV: namespace, id, that field, its value, field, value,
+-- ... Returns 1, or 0 when the record is different or does not exist.
+local key = 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[2]
+if redis.call('HGET', key, ARGV[3]) ~= ARGV[4] then return 0 end
+redis.call('HSET', key, unpack(ARGV, 5))
+return 1
+
 -- script: delete flags=allow-oom
 -- needs: change_record
 -- Delete a record. ARGV: namespace, id. Returns 0.

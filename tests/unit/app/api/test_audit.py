@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from tinker.types import AuditLogEntry, AuditLogResponse
 
+from app.domain.accounts import SCOPES
 from app.domain.limits import Limits
 from app.errors import BadRequest, Unavailable
-from app.ids import TinkerPath, session_of
+from app.ids import TinkerPath
 from app.services.tenants.audit import OPERATOR, AuditService
 from tests.pages import age
 from tests.servers import MAX_MEMORY
@@ -58,13 +59,12 @@ def do(api: Api, method: str, path: str, body: dict[str, Any] | None = None) -> 
 def test_what_is_done_to_a_run_and_its_checkpoints_is_logged_in_order(admin: Api) -> None:
     path = saved(admin)
     model = TinkerPath.parse(path).model_id
-    session, caller = session_of(model), admin.services.authenticator(admin.key)
+    caller = admin.services.authenticator(admin.key)
     project_id = caller.project
     do(admin, "POST", "save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
     copied = do(admin, "POST", "copy_weights", {"source_path": path, "destination_project_id": project_id})[
         "tinker_path"
     ]
-    do(admin, "PUT", f"sessions/{session}/project", {"project_id": project_id})
     for call in checkpoint_calls(path):
         do(admin, *call)
     entries = own(admin)
@@ -72,7 +72,6 @@ def test_what_is_done_to_a_run_and_its_checkpoints_is_logged_in_order(admin: Api
         "run_create",
         "checkpoint_save",
         "checkpoint_copy",
-        "session_move",
         "checkpoint_publish",
         "checkpoint_unpublish",
         "checkpoint_set_ttl",
@@ -123,6 +122,35 @@ def test_a_call_that_was_put_off_is_not_logged_and_a_repeat_with_other_content_i
     do(admin, "POST", "save_weights", {**saving, "path": "b"})
     logged = [entry.tinker_path for entry in own(admin) if entry.event == "checkpoint_save"]
     assert [path.rpartition("/")[2] for path in logged if path] == ["b"]
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["room", "no room"])
+def test_a_run_that_is_deleted_again_and_again_has_one_entry(admin: Api, room: bool) -> None:
+    model = admin.model()
+    server = admin.services.oplog._redis
+    try:
+        if not room:
+            server.config_set("maxmemory", server.info("memory")["used_memory"])
+        for _ in range(3):
+            do(admin, "DELETE", f"training_runs/{model}")
+    finally:
+        server.config_set("maxmemory", MAX_MEMORY)
+    assert events(admin) == ["run_create", "run_delete"]
+
+
+def test_a_move_is_logged_in_both_projects_and_a_move_to_where_the_session_is_in_none(tenant: Tenant) -> None:
+    accounts, session, here = tenant.accounts, tenant.ids["session"], tenant.project
+    there = accounts.add_project(tenant.organisation, "pans").id
+    user = accounts.add_user(tenant.organisation, "jo@example.org").id
+    for each in (here, there):
+        accounts.set_role(user, each, "admin")
+    api = replace(tenant.api, key=accounts.add_key(user, here, SCOPES)[1])
+    for target in (here, there, there):
+        do(api, "PUT", f"sessions/{session}/project", {"project_id": target})
+    moves = [entry.event_details for entry in own(api) if entry.event == "session_move"]
+    assert {move["project_id"] for move in moves} == {here, there}
+    assert [(move["from_project_id"], move["to_project_id"]) for move in moves] == [(here, there)] * 2
+    assert len(api.services.objects.list(f"moves/{session}/")) == 1, "the notes are never deleted"
 
 
 def test_a_copy_made_anew_where_one_was_deleted_is_logged_again_and_its_deletion_too(admin: Api) -> None:

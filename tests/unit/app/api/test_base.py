@@ -17,8 +17,9 @@ from app.services.training import TrainingService
 from app.settings import LimitSettings, Settings
 from app.stores.redis.client import connect
 from tests.protobuf_bytes import field
+from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.api.test_sampling import body as sample
-from tests.unit.app.conftest import Api, add_worker, batch
+from tests.unit.app.conftest import BASE, Api, add_worker, batch
 
 SMALL = 2**16
 JSON = "application/json"
@@ -184,6 +185,36 @@ def test_one_call_samples_no_more_than_the_settings_allow(near: Api, count: int,
     assert (answer.status_code, why in answer.json["detail"]) == (400, True), answer.json
     fits = {**asked, "num_samples": 3, "sampling_params": {"max_tokens": 8}}
     assert near.post("asample", fits).status_code == 200
+
+
+NUMBERED: dict[str, tuple[str, dict[str, Any]]] = {
+    "create_model": ("model_seq_id", {"base_model": BASE}),
+    "load_weights": ("model_seq_id", {"path": "tinker://a:train:0/weights/a"}),
+    "copy_weights": ("model_seq_id", {"source_path": "tinker://a:train:0/weights/a"}),
+    "create_sampling_session": ("sampling_session_seq_id", {"base_model": BASE}),
+    "save_weights_for_sampler": ("sampling_session_seq_id", {"seq_id": 1}),
+    "create_custom_loss": ("custom_loss_seq_id", {"name": "a", "inputs": [], "graph": {}}),
+}
+
+
+@pytest.mark.parametrize("call", NUMBERED)
+def test_a_number_that_becomes_part_of_an_id_has_at_most_nine_digits(api: Api, call: str) -> None:
+    field, body = NUMBERED[call]
+    session = api.session()
+    place = {"model_id": api.model(session)} if "seq_id" in body else {"session_id": session}
+    fits, longer = (api.post(call, {**place, **body, field: number}) for number in (10**9 - 1, 10**9))
+    assert fits.status_code != 422, fits.json
+    assert (longer.status_code, field in longer.json["detail"]) == (422, True), longer.json
+
+
+def test_a_seq_has_the_same_bound_in_each_call(api: Api) -> None:
+    """A seq within the bound is refused only because it is too far ahead."""
+    model = api.model()
+    saved = save_checkpoint(api, model)
+    for call, body in (("optim_step", {}), ("save_weights", {"path": "a"}), ("load_weights", {"path": saved})):
+        seqs = (2**31 - 1, 2**31)
+        answers = [api.post(call, {"model_id": model, "seq_id": seq, **body}) for seq in seqs]
+        assert [answer.status_code for answer in answers] == [400, 422], call
 
 
 def test_the_sdk_is_asked_to_compress_only_when_the_settings_say_so(settings: Settings, api: Api) -> None:

@@ -374,3 +374,4 @@ def test_a_session_moves_only_where_there_is_room_for_all_of_it(
     api.services.quotas._limits._found.clear()
     assert move(tenant.project) == 200, "what its key has it had before"
     assert move() == 429, "each is a call of its key"
+    assert move(tenant.project) == 429, "also where it is"

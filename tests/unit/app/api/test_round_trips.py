@@ -31,8 +31,16 @@ READS: dict[str, tuple[int, Read]] = {
     "checkpoints of a run": (1, lambda api, run: api.get(f"training_runs/{run}/checkpoints")),
     "checkpoints": (2, lambda api, _: api.get("checkpoints")),
     "a finished future": (3, lambda api, run: api.post("retrieve_future", {"request_id": ids.request_id(run, 0)})),
+    "the queue": (9, lambda api, _: api.get("queue")),
+    "a search of sessions": (3, lambda api, _: api.post("sessions/search", {})),
     "the future of an unload": (1, lambda api, run: api.post("retrieve_future", {"request_id": ids.unload_id(run)})),
 }
+
+
+@pytest.fixture(autouse=True)
+def fresh_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read of the queue takes a snapshot of it."""
+    monkeypatch.setattr("app.services.queue._SNAPSHOT_AGE_S", 0.0)
 
 
 @contextmanager
@@ -65,9 +73,11 @@ def test_a_read_takes_no_more_round_trips_than_its_budget_however_much_it_lists(
     budget, read = READS[name]
     run = api.model()
     for other in range(1, 6):
-        api.model(ids.session_of(run), model_seq_id=other)
+        waiting = api.forward_backward(batch(api.model(ids.session_of(run), model_seq_id=other), 1))
+        assert waiting.status_code == 200
     for number in range(3):
         save(api, run, f"step-{number}")
+        save(api, api.model(), "elsewhere")
     assert read(api, run).status_code == 200
     with round_trips() as sent:
         assert read(api, run).status_code == 200

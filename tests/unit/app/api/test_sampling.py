@@ -201,6 +201,8 @@ BAD: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "top-k no number": ({"topk_sample_logprobs": "5"}, 422, ["topk_sample_logprobs"]),
     "negative alternatives": ({"prompt_alt_tokens_k": -2}, 400, ["prompt_alt_tokens_k -2"]),
     "too many alternatives": ({"prompt_alt_tokens_k": 2**21 + 1}, 400, ["prompt_alt_tokens_k", "4194306", "4194304"]),
+    # A prompt of one token has no position for them.
+    "alternatives of 0": ({**prompt([1]), "prompt_alt_tokens_k": 2**63}, 400, [f"tokens_k {2**63}", "at most 4194304"]),
     "top-k of too much": (
         {"topk_sample_logprobs": VOCAB, "num_samples": 1024, "sampling_params": {"max_tokens": 60}},
         400,

@@ -13,7 +13,9 @@ from tinker.types.training_run import TrainingRun
 
 from app.domain import ops
 from app.domain.records import Checkpoint
+from app.ids import TinkerPath
 from tests import ssh_keys
+from tests.unit.app.api.test_copies import rebuilt, saved
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api
 
@@ -189,6 +191,17 @@ def test_a_model_loads_a_checkpoint_in_its_order(api: Api) -> None:
     assert op_of(api, model, 1) == ops.LoadWeights(path, True, "checkpoints/x")
 
 
+@pytest.mark.parametrize("change", [{}, {"seq_id": 0}, {"seq_id": 1}, {"model_seq_id": -1, "seq_id": 1}])
+def test_a_load_names_a_model_or_a_session_and_never_both(api: Api, change: dict[str, int]) -> None:
+    model, session = api.model(), api.session()
+    both = {"model_id": model, "session_id": session, "model_seq_id": 0, "path": save_checkpoint(api, model)}
+    answer = api.post("load_weights", {**both, **change})
+    assert (answer.status_code, "seq_id" in answer.json["detail"]) == (422, True), answer.json
+    assert api.post("get_info", {"model_id": f"{session}:train:0"}).status_code == 404
+    late = api.post("optim_step", {"model_id": model, "seq_id": 1})
+    assert late.status_code == (400 if change.get("seq_id") == 1 else 200), "a 422 consumes a seq, and nothing else"
+
+
 @pytest.mark.parametrize("changes", [{"owner": "somebody"}, {"expires_at": 1.0}, {"base_model": "org/else"}])
 def test_loading_what_is_not_there_consumes_the_seq(api: Api, changes: dict[str, Any]) -> None:
     model = api.model()
@@ -255,6 +268,35 @@ def test_a_change_of_a_checkpoint_that_is_deleted_meanwhile_finds_none(
     assert refused[0] == 404
     assert refused == change(), "it answers as for a checkpoint that never was"
     assert api.services.records.get(Checkpoint.namespace, path) is None
+
+
+@pytest.mark.parametrize(("method", "tail"), [("PUT", "ttl"), ("POST", "publish")])
+def test_a_change_of_a_checkpoint_that_is_overwritten_meanwhile_is_made_to_the_new_save_and_outlives_a_rebuild(
+    api: Api, state_url: str, monkeypatch: pytest.MonkeyPatch, method: str, tail: str
+) -> None:
+    path = saved(api)
+    model = TinkerPath.parse(path).model_id
+    put_new = api.services.objects.put_new
+
+    def overwritten_behind(key: str, source: Path | bytes) -> bool:
+        done = put_new(key, source)
+        monkeypatch.undo()
+        saved(api, model, 2)
+        return done
+
+    def change() -> tuple[bool, bool]:
+        found = api.services.records.find(Checkpoint, path)
+        assert found is not None and found.prefix.endswith("/2-1")
+        return found.expires_at is not None, found.public
+
+    monkeypatch.setattr(api.services.objects, "put_new", overwritten_behind)
+    body = {"json": {"ttl_seconds": 3600}} if tail == "ttl" else {}
+    url = f"/api/v1/training_runs/{model}/checkpoints/weights/a/{tail}"
+    assert api.client.open(url, method=method, headers={"X-API-Key": api.key}, **body).status_code == 200
+    expected = (tail == "ttl", tail == "publish")
+    assert change() == expected
+    rebuilt(api, state_url, emptied=True)
+    assert change() == expected
 
 
 def test_an_external_checkpoint_downloads_without_a_key(api: Api) -> None:

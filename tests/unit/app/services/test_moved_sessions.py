@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,32 @@ def test_all_that_is_in_it_goes_along_and_nothing_else(api: Api) -> None:
     assert {owner(api, *which) for which in moved} == {"new"}
     assert owner(api, "models", other) == owner(api, "checkpoints", elsewhere) != "new"
     assert api.get(f"training_runs/{run}").status_code == 404, "who is not in the new project sees it no more"
+
+
+def test_a_move_that_broke_off_is_completed_by_its_repeat(api: Api) -> None:
+    session = api.session()
+    run = api.model(session)
+    mover = caller(api, session)
+    api.services.records.update("sessions", session, {"owner": '"new"'})
+    api.services.sessions.move(session, mover, "new")
+    assert owner(api, "models", run) == "new"
+
+
+def test_a_repeated_move_moves_nothing_back_from_where_it_was_moved_since(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have neither an entry in the audit log nor a note for a rebuild."""
+    session = api.session()
+    run, here, mover = api.model(session), owner(api, "sessions", session), caller(api, session)
+    take = api.services.quotas.take
+
+    def moved_meanwhile(*charged: Any) -> None:
+        take(*charged)
+        api.services.sessions.move(session, mover, "new")
+
+    monkeypatch.setattr(api.services.quotas, "take", moved_meanwhile)
+    api.services.sessions.move(session, mover, here)
+    assert owner(api, "sessions", session) == owner(api, "models", run) == "new"
 
 
 def test_what_is_being_saved_meanwhile_goes_along(api: Api) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from app.domain.records import Sampler
 from app.domain.sampling import SampledSequence, SampleRequest
 from app.errors import Unavailable
 from app.stores.objects.captures import ROOT, CaptureFiles
+from tests.pages import in_mid_hour
 from tests.unit.app.api.chat.openai.caller import OpenAi, whole
 from tests.unit.app.api.chat.standin import Standin
 from tests.unit.app.conftest import BASE, OTHER_KEY, Api
@@ -174,6 +176,30 @@ def test_other_projects_neither_see_nor_delete_kept_answers(openai: OpenAi) -> N
         answer = openai.api.client.delete("/api/v1/captures", headers={"X-API-Key": caller.key})
         assert answer.json == {"deleted": deleted}
     assert captures(openai) == []
+
+
+@pytest.mark.usefixtures("capture_days")
+def test_a_deletion_has_one_entry_in_the_audit_log_and_one_of_nothing_has_none(
+    openai: OpenAi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_mid_hour()
+    services = openai.api.services
+
+    def delete() -> int:
+        answer = openai.api.client.delete("/api/v1/captures", headers={"X-API-Key": openai.key})
+        return answer.json["deleted"] if answer.status_code == 200 else answer.status_code
+
+    openai.completion()
+    with monkeypatch.context() as away:
+        away.setattr(services.objects, "delete", mock.Mock(side_effect=Unavailable("away")))
+        assert [delete(), delete()] == [503, 503]
+    assert [delete(), delete()] == [1, 0]
+    openai.completion()
+    assert [delete(), delete()] == [1, 0]
+    project = services.authenticator(openai.key).project
+    today = datetime.fromtimestamp(services.records.now(), UTC).date()
+    events = [entry["event"] for entry in services.audit.of([project], "projects", today)]
+    assert events == ["capture_delete", "capture_delete"]
 
 
 @pytest.mark.usefixtures("capture_days")

@@ -12,7 +12,7 @@ import redis
 from app.domain.accounts import Caller
 from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampledSequence, SampleOutput
-from app.errors import ClientGone, OpError, ServerOpError, Unauthorized, Unavailable, UserOpError
+from app.errors import ClientGone, NotReplicated, OpError, ServerOpError, Unauthorized, Unavailable, UserOpError
 from app.services.openai import streaming
 from app.services.openai.streaming import Asked, ResultStream
 from app.stores.redis.completions import TokenChunk
@@ -109,6 +109,12 @@ def test_an_outage_is_waited_for():
     assert len(list(result_stream(Script(*outages, drawn(5), redis.ConnectionError("again"), DONE)))) == 2
 
 
+def test_a_result_that_replicas_lack_or_the_object_store_holds_back_is_waited_for():
+    """The client would ask again, and its answer would be sampled and charged a second time."""
+    held_back = [NotReplicated("fewer than 1 replicas have it"), Unavailable("the object store is away")]
+    assert len(list(result_stream(Script(drawn(5), *held_back, DONE)))) == 2
+
+
 def test_a_broker_that_is_away_holds_up_no_result():
     assert len(list(result_stream(WithoutBroker(None, None, DONE)))) == 1
 
@@ -163,11 +169,12 @@ def test_a_stream_ends_at_the_next_beat_after_its_key_was_revoked(clock: Clock):
     assert len(script.seen) == 2 * 2, "it looked until 11 s, twice a turn"
 
 
-def test_an_outage_at_a_beat_does_not_end_a_stream(clock: Clock):
+@pytest.mark.parametrize("error", [redis.ConnectionError("away"), Unavailable("accounts cannot be looked up")])
+def test_an_outage_at_a_beat_does_not_end_a_stream(clock: Clock, error: Exception):
     clock.times = [float(second) for second in range(0, 1000, 4)]
 
     def away(caller: Caller) -> None:
-        raise redis.ConnectionError("away")
+        raise error
 
     for check_key, beat in ((away, lambda _: None), (lambda _: None, away)):
         found = list(result_stream(Script(*[None] * 20, DONE), beat=beat, check_key=check_key))

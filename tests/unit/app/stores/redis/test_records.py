@@ -94,6 +94,15 @@ def test_a_record_that_changed_since_it_was_read_is_not_deleted(stored, client):
     assert client.zcard("tinsmith:index:things") == 0
 
 
+def test_a_record_that_changed_since_it_was_read_is_not_updated(stored):
+    stored.put("things", "a", {"x": "1", "y": "2"})
+    assert not stored.update_same("things", "a", ("x", "3"), {"y": "4"})
+    assert not stored.update_same("things", "b", ("x", "1"), {"y": "4"})
+    assert (stored.get("things", "a"), stored.get("things", "b")) == ({"x": "1", "y": "2"}, None)
+    assert stored.update_same("things", "a", ("x", "1"), {"y": "4"})
+    assert stored.get("things", "a") == {"x": "1", "y": "4"}
+
+
 def test_older_checkpoints_are_deleted_with_an_audit_entry_unless_one_has_changed(stored, client):
     fields = {"owner": '"me"', "prefix": '"p"', "size_bytes": "1", "public": "false"}
     for path in ("old", "new"):
