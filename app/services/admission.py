@@ -47,7 +47,7 @@ class AdmissionService:
     def __init__(
         self,
         oplog: RedisOpLog,
-        store: RedisRecords,
+        records: RedisRecords,
         dispatcher: Dispatcher,
         limits: LimitsFinder,
         settings: Settings,
@@ -57,7 +57,7 @@ class AdmissionService:
         self._limits = limits
         self._spending = spending
         self._settings = settings
-        self._records = store
+        self._records = records
         self._dispatcher = dispatcher
 
     def admit(self, caller: Caller, model_id: str, model: Model, seq: int, op: Op, audited: str = "") -> str:

@@ -41,9 +41,9 @@ class BaseModels:
     """Settings and worker-reported facts of the base models served. Facts stay known while a worker restarts: they
     belong to the base model, and the waiting Ops stay in the journal."""
 
-    def __init__(self, settings: Settings, store: RedisRecords) -> None:
+    def __init__(self, settings: Settings, records: RedisRecords) -> None:
         self._settings = settings
-        self._records = store
+        self._records = records
         self._tokenizers = {base.name: _located(base.tokenizer or base.path) for base in settings.base_models}
         self._known: dict[tuple[str, str], BaseModelInfo] = {}
         self._shapes: dict[tuple[str, str], list[list[Any]]] = {}

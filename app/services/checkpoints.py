@@ -49,8 +49,8 @@ _COPIED_PREFIX = "copied_prefix"
 class CheckpointService:
     """Reads and changes checkpoint records. Workers write the files; this class only deletes them."""
 
-    def __init__(self, store: RedisRecords, objects: ObjectStore, quotas: QuotaService) -> None:
-        self._records = store
+    def __init__(self, records: RedisRecords, objects: ObjectStore, quotas: QuotaService) -> None:
+        self._records = records
         self._quotas = quotas
         self._objects = objects
 
@@ -127,8 +127,8 @@ class CheckpointSearch:
     """Searches checkpoints, newest first, one page at a time. A page starts right after the last checkpoint of the
     previous page. Only the checkpoints of the searched projects are read."""
 
-    def __init__(self, store: RedisRecords) -> None:
-        self._records = store
+    def __init__(self, records: RedisRecords) -> None:
+        self._records = records
 
     def __call__(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The body of checkpoints/search. Raises NotFound for a project that the caller does not see."""
@@ -302,8 +302,8 @@ class ArchiveService:
     store, which never changes. So an archive holds the requested version, however late it is downloaded. A URL for
     others names the checkpoint, and works only as long as that is published."""
 
-    def __init__(self, store: RedisRecords, files: ArchiveFiles, signer: UrlSigner) -> None:
-        self._records, self._files, self._signer = store, files, signer
+    def __init__(self, records: RedisRecords, files: ArchiveFiles, signer: UrlSigner) -> None:
+        self._records, self._files, self._signer = records, files, signer
 
     def url(self, path: ids.TinkerPath, caller: Caller) -> tuple[str, int]:
         """A URL that needs no key, and its expiry (Unix seconds). Raises NotFound."""

@@ -48,9 +48,14 @@ class ModelService:
     always matches that call."""
 
     def __init__(
-        self, store: RedisRecords, bases: BaseModels, admission: AdmissionService, teardown: Teardown, sources: Sources
+        self,
+        records: RedisRecords,
+        bases: BaseModels,
+        admission: AdmissionService,
+        teardown: Teardown,
+        sources: Sources,
     ) -> None:
-        self._records = store
+        self._records = records
         self._sources = sources
         self._bases = bases
         self._admission = admission
@@ -161,8 +166,8 @@ class ModelService:
 class RunService:
     """Describes and lists runs. A run consists of its Model record and the checkpoints under its id."""
 
-    def __init__(self, store: RedisRecords, quotas: QuotaService) -> None:
-        self._records, self._quotas = store, quotas
+    def __init__(self, records: RedisRecords, quotas: QuotaService) -> None:
+        self._records, self._quotas = records, quotas
 
     def describe(self, model_id: str, caller: Caller, scope: Scope) -> dict[str, Any]:
         """A TrainingRun. The scope "accessible" includes another project's run that has a public checkpoint; of it the

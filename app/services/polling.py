@@ -131,9 +131,9 @@ class BatchPollService:
     for."""
 
     def __init__(
-        self, completions: RedisCompletions, store: RedisRecords, polls: LongPolls, note_poll: NotePoll
+        self, completions: RedisCompletions, records: RedisRecords, polls: LongPolls, note_poll: NotePoll
     ) -> None:
-        self._completions, self._records, self._polls, self._note_poll = completions, store, polls, note_poll
+        self._completions, self._records, self._polls, self._note_poll = completions, records, polls, note_poll
 
     def wait(
         self, caller: Caller, asked: Mapping[str, Any], suspension: Suspension | None = None
@@ -165,8 +165,8 @@ class FutureFinder:
     exists.
     """
 
-    def __init__(self, oplog: RedisOpLog, store: RedisRecords) -> None:
-        self._oplog, self._records = oplog, store
+    def __init__(self, oplog: RedisOpLog, records: RedisRecords) -> None:
+        self._oplog, self._records = oplog, records
 
     def future(self, request_id: str, caller: Caller, *, delivers: bool = True) -> Future:
         """The future. Its result is noted as read if the caller may use it up, and if this call `delivers` it. Raises

@@ -78,11 +78,11 @@ class QueueService:
         states: QueueStates,
         backlog: RedisBacklog,
         calls: RedisCalls,
-        store: RedisRecords,
+        records: RedisRecords,
         bases: BaseModels,
     ) -> None:
         self._snapshots, self._states, self._backlog, self._calls = snapshots, states, backlog, calls
-        self._records, self._bases = store, bases
+        self._records, self._bases = records, bases
         self._recent_backlogs = Recent(self._read_backlogs)
 
     def list(self, caller: Caller, page: Page) -> dict[str, Any]:
@@ -176,8 +176,8 @@ class QueueStates:
     so within seconds. So one snapshot serves all polls for a moment, and the worker role that a future needs is cached,
     because it never changes."""
 
-    def __init__(self, snapshots: QueueSnapshots, store: RedisRecords) -> None:
-        self._snapshots, self._records = snapshots, store
+    def __init__(self, snapshots: QueueSnapshots, records: RedisRecords) -> None:
+        self._snapshots, self._records = snapshots, records
         self._needs = lru_cache(_PARENTS)(self._find_needed)
 
     def of(self, future: Future) -> QueueState:

@@ -66,8 +66,10 @@ class Rebuild:
     taken for files of the new history.
     """
 
-    def __init__(self, oplog: RedisOpLog, lifecycle: RedisLifecycle, store: RedisRecords, objects: ObjectStore) -> None:
-        self._oplog, self._lifecycle, self._records, self._objects = oplog, lifecycle, store, objects
+    def __init__(
+        self, oplog: RedisOpLog, lifecycle: RedisLifecycle, records: RedisRecords, objects: ObjectStore
+    ) -> None:
+        self._oplog, self._lifecycle, self._records, self._objects = oplog, lifecycle, records, objects
         self._moves: dict[str, str] = {}
 
     def __call__(self) -> Restored:

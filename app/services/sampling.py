@@ -48,13 +48,13 @@ class SamplingService:
 
     def __init__(
         self,
-        store: RedisRecords,
+        records: RedisRecords,
         bases: BaseModels,
         admission: AdmissionService,
         quotas: QuotaService,
         limits: LimitSettings,
     ) -> None:
-        self._records = store
+        self._records = records
         self._limits = limits
         self._quotas = quotas
         self._bases = bases

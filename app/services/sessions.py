@@ -53,13 +53,13 @@ class SessionService:
 
     def __init__(
         self,
-        store: RedisRecords,
+        records: RedisRecords,
         lifecycle: RedisLifecycle,
         objects: ObjectStore,
         teardown: Teardown,
         quotas: QuotaService,
     ) -> None:
-        self._records, self._lifecycle, self._objects, self._teardown = store, lifecycle, objects, teardown
+        self._records, self._lifecycle, self._objects, self._teardown = records, lifecycle, objects, teardown
         self._quotas = quotas
 
     def create(self, caller: Caller, asked: Mapping[str, Any], key: str | None = None) -> str:
@@ -162,8 +162,8 @@ class SessionSearch:
     """Searches sessions, newest first, one page at a time. A page starts right after the last session of the previous
     page."""
 
-    def __init__(self, store: RedisRecords) -> None:
-        self._records = store
+    def __init__(self, records: RedisRecords) -> None:
+        self._records = records
 
     def __call__(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The body of sessions/search. Raises NotFound for a project that the caller does not see."""
@@ -268,8 +268,8 @@ class TraceService:
     """Exports a session's calls as a trace. Nothing is built beforehand or stored: the link returns the trace as it is
     when the link is followed."""
 
-    def __init__(self, store: RedisRecords, calls: RedisCalls, signer: UrlSigner) -> None:
-        self._records, self._calls, self._signer = store, calls, signer
+    def __init__(self, records: RedisRecords, calls: RedisCalls, signer: UrlSigner) -> None:
+        self._records, self._calls, self._signer = records, calls, signer
 
     def export(self, session_id: str, caller: Caller) -> dict[str, str]:
         """The body of trace_export, with a link that needs no key. Raises NotFound."""

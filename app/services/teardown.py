@@ -27,9 +27,9 @@ class Teardown:
     free."""
 
     def __init__(
-        self, lifecycle: RedisLifecycle, store: RedisRecords, objects: ObjectStore, wake: Callable[[Holder], None]
+        self, lifecycle: RedisLifecycle, records: RedisRecords, objects: ObjectStore, wake: Callable[[Holder], None]
     ) -> None:
-        self._lifecycle, self._records, self._objects, self._wake = lifecycle, store, objects, wake
+        self._lifecycle, self._records, self._objects, self._wake = lifecycle, records, objects, wake
 
     def finish(self, session_id: str, reason: str) -> None:
         """Finishes a session: cancels its samples and releases its models from their trainers' memory. A later Op loads

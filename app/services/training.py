@@ -67,7 +67,7 @@ class TrainingService:
 
     def __init__(
         self,
-        store: RedisRecords,
+        records: RedisRecords,
         bases: BaseModels,
         admission: AdmissionService,
         custom_losses: CustomLossService,
@@ -76,7 +76,7 @@ class TrainingService:
         routes: RouteService,
     ) -> None:
         self._limits = limits
-        self._records = store
+        self._records = records
         self._bases = bases
         self._admission = admission
         self._custom_losses = custom_losses
@@ -210,8 +210,8 @@ class CustomLossService:
     """Stores custom losses. A loss never changes: its id consists of the session and the number that the client gave
     it."""
 
-    def __init__(self, store: RedisRecords, quotas: QuotaService) -> None:
-        self._records, self._quotas = store, quotas
+    def __init__(self, records: RedisRecords, quotas: QuotaService) -> None:
+        self._records, self._quotas = records, quotas
 
     def create(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, str]:
         """Stores a custom loss, and returns a future of its id; a repeat returns the same id.
@@ -254,8 +254,8 @@ class CustomLossService:
 class RouteService:
     """Finds the routes of a batch's tokens that were sampled here: the experts that the sampler chose for them."""
 
-    def __init__(self, store: RedisRecords, oplog: RedisOpLog, files: RouteFiles) -> None:
-        self._records, self._oplog, self._files = store, oplog, files
+    def __init__(self, records: RedisRecords, oplog: RedisOpLog, files: RouteFiles) -> None:
+        self._records, self._oplog, self._files = records, oplog, files
 
     def find(self, caller: Caller, base_model: str, tokens: Ragged, spans: Sequence[Sequence[Span]]) -> Ragged | None:
         """The routes of each datum's tokens, none_of where a token has none. None where no span names a

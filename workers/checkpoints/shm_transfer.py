@@ -55,8 +55,8 @@ class ShmTransfers:
     responsible for it meanwhile: its files are in this machine's folder, or the journal rebuilds them.
     """
 
-    def __init__(self, store: ObjectStore, index: RedisRecords, folder: ShmFolder, make_worker: MakeWorker) -> None:
-        self._store, self._index, self._folder = store, index, folder
+    def __init__(self, store: ObjectStore, records: RedisRecords, folder: ShmFolder, make_worker: MakeWorker) -> None:
+        self._store, self._records, self._folder = store, records, folder
         self._lost: set[str] = set()
         self._failed: Counter[str] = Counter()
         """Restores of each model that failed here since the last that did not."""
@@ -93,7 +93,7 @@ class ShmTransfers:
 
     def delete_record(self, prefix: str) -> None:
         """Deletes the transfer record: the adapter is in the object store."""
-        self._index.delete(ShmTransfer.namespace, prefix)
+        self._records.delete(ShmTransfer.namespace, prefix)
 
     def resume(self, model_id: str) -> dict[int, str]:
         """The prefixes, by seq, that have to be rebuilt for a model that is being restored here."""
@@ -149,16 +149,16 @@ class ShmTransfers:
         An unknown model has ended and was forgotten, or the state server was emptied. In both cases no rebuild restores
         a sampling session that would use this adapter.
         """
-        model = self._index.get(Model.namespace, model_id)
+        model = self._records.get(Model.namespace, model_id)
         if model is None or model.get("ended"):
             remove_checkpoint(self._store, prefix)
             self._folder.remove(prefix)
 
     def _on_record(self, model_id: str) -> list[str]:
-        return [prefix for prefix, _ in self._index.list(ShmTransfer.namespace, f"{MODELS}/{model_id}/")]
+        return [prefix for prefix, _ in self._records.list(ShmTransfer.namespace, f"{MODELS}/{model_id}/")]
 
     def _is_on_record(self, prefix: str) -> bool:
-        return self._index.get(ShmTransfer.namespace, prefix) is not None
+        return self._records.get(ShmTransfer.namespace, prefix) is not None
 
 
 @dataclass(frozen=True, slots=True)

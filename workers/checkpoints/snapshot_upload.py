@@ -144,7 +144,7 @@ class SnapshotPipeline:
     def _is_newest(self, lease: Lease) -> bool:
         """True if the model lives and nobody took its lease later. An evicted model has no lease any more, but its
         snapshot is still of use until the next owner."""
-        model = self._saver.index.get(Model.namespace, lease.model_id)
+        model = self._saver.records.get(Model.namespace, lease.model_id)
         return model is not None and int(model["epoch"]) == lease.epoch
 
     def _upload(self, model_id: str, written: PendingUpload) -> None:

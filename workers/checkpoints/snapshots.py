@@ -175,7 +175,7 @@ class Snapshots:
         """True if every live trainer restores pending gradients. One of an earlier version would fail the calls of such
         a model; it replays the passes instead."""
         try:
-            workers = [load(Worker, stored) for _, stored in self._saver.index.list(Worker.namespace)]
+            workers = [load(Worker, stored) for _, stored in self._saver.records.list(Worker.namespace)]
         except redis.RedisError:
             return False
         return all(READS_GRADIENTS in worker.describe for worker in workers if worker.role in TRAINER_ROLES)
@@ -209,7 +209,7 @@ class Snapshots:
         """Removes from this machine's disk the deleted models, the snapshots behind the durable one, and the copies of
         the durable ones of models long unused."""
         for model_id in self._folder.models():
-            model = self._saver.index.get(records.Model.namespace, model_id)
+            model = self._saver.records.get(records.Model.namespace, model_id)
             if model is None or model.get("ended"):
                 self.forget(model_id)
                 continue

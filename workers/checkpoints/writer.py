@@ -102,7 +102,7 @@ class Saver:
     worker's next process removes them."""
 
     backend: TrainingBackend
-    index: RedisRecords
+    records: RedisRecords
     store: ObjectStore
     shm_transfers: ShmTransfers
     project_ttl_s: ProjectTtl
@@ -114,7 +114,7 @@ class Saver:
         path = ids.TinkerPath(lease.model_id, op.checkpoint_kind, op.name)
         if not op.sampling_session_id and not op.overwrite and self._taken(str(path)):
             raise UserOpError(f"{path} already exists; pass overwrite, or save under another name")
-        model, now = self._model(lease.model_id), self.index.now()
+        model, now = self._model(lease.model_id), self.records.now()
         ephemeral = bool(op.sampling_session_id)
         captured = Captured(lease, seq, op, model, now, self._capture(lease.model_id, op, ephemeral=ephemeral))
         if ephemeral:
@@ -177,7 +177,7 @@ class Saver:
         op = SaveWeights(place.kind, place.name)
         model, then = self._model(lease.model_id), replace(lease, epoch=place.epoch)
         write = self._capture(lease.model_id, op, ephemeral=True)
-        captured = Captured(then, place.seq, op, model, self.index.now(), write)
+        captured = Captured(then, place.seq, op, model, self.records.now(), write)
         if not self.shm_transfers.publish(prefix, partial(self._seal, captured), captured.write.size):
             with _new_folder(self.scratch.folder) as folder:
                 self._seal(captured, folder)
@@ -235,11 +235,11 @@ class Saver:
         return self.backend.capture(model_id, optimizer=op.checkpoint_kind == _WITH_OPTIMIZER, rounded=ephemeral)
 
     def _taken(self, path: str) -> bool:
-        stored = self.index.get(Checkpoint.namespace, path)
-        return stored is not None and not load(Checkpoint, stored).is_expired(self.index.now())
+        stored = self.records.get(Checkpoint.namespace, path)
+        return stored is not None and not load(Checkpoint, stored).is_expired(self.records.now())
 
     def _model(self, model_id: str) -> Model:
-        stored = self.index.get(Model.namespace, model_id)
+        stored = self.records.get(Model.namespace, model_id)
         if stored is None:
             raise NotFound(f"model {model_id!r} does not exist")
         return load(Model, stored)

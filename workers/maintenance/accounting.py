@@ -25,8 +25,8 @@ _PAGES_BATCH = 256
 class Accounting:
     """Accounting of storage. Every step may be repeated: a measurement counts once, and a page is stored once."""
 
-    def __init__(self, pages: RedisPages, files: PageFiles, store: RedisRecords) -> None:
-        self._pages, self._files, self._records = pages, files, store
+    def __init__(self, pages: RedisPages, files: PageFiles, records: RedisRecords) -> None:
+        self._pages, self._files, self._records = pages, files, records
         self._due, self._hour = 0.0, -1
 
     def sweep(self) -> None:

@@ -65,14 +65,14 @@ class Orphans:
         self,
         oplog: RedisOpLog,
         lifecycle: RedisLifecycle,
-        store: RedisRecords,
+        records: RedisRecords,
         payloads: RedisPayloads,
         objects: ObjectStore,
         settings: EngineSettings,
     ) -> None:
-        self._oplog, self._lifecycle, self._records, self._objects = oplog, lifecycle, store, objects
+        self._oplog, self._lifecycle, self._records, self._objects = oplog, lifecycle, records, objects
         self._payloads = payloads
-        self._routes = RouteFiles(objects, store.now)
+        self._routes = RouteFiles(objects, records.now)
         self._period_s = settings.orphan_s / _ROUNDS
         self._next = 0.0
 

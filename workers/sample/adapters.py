@@ -215,7 +215,7 @@ class AdapterFiles:
     def __init__(
         self,
         store: ObjectStore,
-        index: RedisRecords,
+        records: RedisRecords,
         transfers: ShmFolder,
         cache: Disk,
         most_bytes: int,
@@ -224,7 +224,7 @@ class AdapterFiles:
         in_place: bool = False,
     ) -> None:
         self.in_place = in_place
-        self._store, self._index, self._transfers = store, index, transfers
+        self._store, self._records, self._transfers = store, records, transfers
         self._cache, self._most_bytes, self._request_owner = cache, most_bytes, request_owner
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()
@@ -293,7 +293,7 @@ class AdapterFiles:
             else:
                 self._missing.pop(prefix, None)
                 return folder
-            on_record = self._index.get(ShmTransfer.namespace, prefix) is not None
+            on_record = self._records.get(ShmTransfer.namespace, prefix) is not None
             if on_record:
                 self._wait_for(prefix)
 

@@ -40,7 +40,7 @@ def assemble_sampler(
     fair_queue, running_requests, publisher = FairQueue(), RunningRequests(), TokenPublisher(parts.streams)
     runner = SampleRunner(
         oplog=oplog,
-        stored=parts.records,
+        records=parts.records,
         backend=backend,
         adapters=_adapters(parts, serving, fair_queue),
         keeper=parts.keeper,

@@ -71,7 +71,7 @@ class SampleRunner:
     def __init__(
         self,
         oplog: RedisOpLog,
-        stored: RedisRecords,
+        records: RedisRecords,
         backend: SamplerBackend,
         adapters: Adapters,
         keeper: LeaseKeeper,
@@ -85,7 +85,7 @@ class SampleRunner:
         gpu_turn: Callable[[RequestHandle], AbstractContextManager[object]],
     ) -> None:
         self._device_clock, self._gpu_turn = device_clock, gpu_turn
-        self._oplog, self._records, self._backend, self._publisher = oplog, stored, backend, publisher
+        self._oplog, self._records, self._backend, self._publisher = oplog, records, backend, publisher
         self._batch_admission, self._throttled, self._route_files = batch_admission, throttled, route_files
         self._adapters, self._keeper, self._worker, self._running_requests = adapters, keeper, worker, running_requests
         self._awaiting_last_attempt: dict[str, str] = {}  # request id -> sampling session; the oldest first

@@ -39,14 +39,14 @@ class Rebalancer:
         self,
         runner: TrainingRunner,
         owner: Owner,
-        stored: RedisRecords,
+        records: RedisRecords,
         send: dispatch.Send,
         base_model: str,
         node: str,
         *,
         full: bool = False,
     ) -> None:
-        self._runner, self._owner, self._records, self._send = runner, owner, stored, send
+        self._runner, self._owner, self._records, self._send = runner, owner, records, send
         self._base_model, self._node = base_model, node
         self._role, self._queue = trainer_role(full=full), dispatch.train_queue(base_model, full=full)
 

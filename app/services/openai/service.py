@@ -208,9 +208,9 @@ class Samplers:
     every request keeps alive."""
 
     def __init__(
-        self, store: RedisRecords, lifecycle: RedisLifecycle, bases: BaseModels, sampling: SamplingService
+        self, records: RedisRecords, lifecycle: RedisLifecycle, bases: BaseModels, sampling: SamplingService
     ) -> None:
-        self._records, self._lifecycle, self._bases, self._sampling = store, lifecycle, bases, sampling
+        self._records, self._lifecycle, self._bases, self._sampling = records, lifecycle, bases, sampling
 
     def of(self, caller: Caller, model: str) -> tuple[str, Sampler]:
         """(id, sampler) of a base model, a tinker:// path, or "<base>;<path>"; nothing is stored.

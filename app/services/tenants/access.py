@@ -46,26 +46,26 @@ _NUMBER_DIGITS = 12
 _SLICE = 500
 
 
-def load_owned(store: RedisRecords, cls: type[Owned], key: str, caller: Caller, role: Role = "member") -> Owned:
+def load_owned(records: RedisRecords, cls: type[Owned], key: str, caller: Caller, role: Role = "member") -> Owned:
     """A record that the caller is about to change or to use up. Raises NotFound as `load_readable` does, and Forbidden
     if the caller may see the record but has a role below `role` in its project."""
-    found = load_readable(store, cls, key, caller)
+    found = load_readable(records, cls, key, caller)
     check_role(caller, found.owner, role)
     return found
 
 
-def load_readable(store: RedisRecords, cls: type[Owned], key: str, caller: Caller) -> Owned:
+def load_readable(records: RedisRecords, cls: type[Owned], key: str, caller: Caller) -> Owned:
     """A record that the caller only reads. Raises NotFound with a text that depends only on the request."""
-    found = store.find(cls, key) if len(key) <= _LONGEST_ID else None
-    if found is None or not caller.sees(found.owner) or _is_expired(found, store):
+    found = records.find(cls, key) if len(key) <= _LONGEST_ID else None
+    if found is None or not caller.sees(found.owner) or _is_expired(found, records):
         raise missing(cls, key)
     return found
 
 
-def read_run(store: RedisRecords, model_id: str, caller: Caller) -> Record:
+def read_run(records: RedisRecords, model_id: str, caller: Caller) -> Record:
     """All fields of a run that the caller only reads, with those of its journal. Raises NotFound as `load_readable`
     does."""
-    stored = store.get(Model.namespace, model_id)
+    stored = records.get(Model.namespace, model_id)
     if stored is None or not caller.sees(load(Model, stored).owner):
         raise missing(Model, model_id)
     return stored
@@ -83,33 +83,37 @@ def sampler_exists(sampling_session_seq_id: int) -> BadRequest:
     )
 
 
-def load_checkpoint(store: RedisRecords, path: TinkerPath, caller: Caller) -> Checkpoint:
+def load_checkpoint(records: RedisRecords, path: TinkerPath, caller: Caller) -> Checkpoint:
     """A checkpoint to read or to start from: one of the caller's, or a public one. Raises NotFound as `load_readable`
     does."""
-    return find_public(store, path) or load_readable(store, Checkpoint, str(path), caller)
+    return find_public(records, path) or load_readable(records, Checkpoint, str(path), caller)
 
 
-def find_public(store: RedisRecords, path: TinkerPath) -> Checkpoint | None:
+def find_public(records: RedisRecords, path: TinkerPath) -> Checkpoint | None:
     """The checkpoint, if it is published."""
-    found = store.find(Checkpoint, str(path))
-    return None if found is None or not found.public or _is_expired(found, store) else found
+    found = records.find(Checkpoint, str(path))
+    return None if found is None or not found.public or _is_expired(found, records) else found
 
 
-def list_run_checkpoints(store: RedisRecords, model_ids: Sequence[str], caller: Caller) -> list[list[ListedCheckpoint]]:
+def list_run_checkpoints(
+    records: RedisRecords, model_ids: Sequence[str], caller: Caller
+) -> list[list[ListedCheckpoint]]:
     """For each run its checkpoints that the caller may read; of another project's run these are the public ones. Newest
     first and without the expired ones, as in `list_checkpoints`."""
     prefixes = [ids.checkpoint_path_prefix(model_id) for model_id in model_ids]
-    return [_newest_first(store, found.items()) for found in store.readable_checkpoints(prefixes, caller.roles.keys())]
+    return [
+        _newest_first(records, found.items()) for found in records.readable_checkpoints(prefixes, caller.roles.keys())
+    ]
 
 
-def list_checkpoints(store: RedisRecords, projects: Set[str]) -> list[ListedCheckpoint]:
+def list_checkpoints(records: RedisRecords, projects: Set[str]) -> list[ListedCheckpoint]:
     """The checkpoints of all runs in the projects, newest first and without the expired ones. An index names them: no
     other checkpoint is read."""
-    return _newest_first(store, store.list_checkpoints(projects).items())
+    return _newest_first(records, records.list_checkpoints(projects).items())
 
 
 def first_wanted(
-    store: RedisRecords, caller: Caller, owner: Mapping[str, Any], listed: Sequence[ListedCheckpoint], most: int
+    records: RedisRecords, caller: Caller, owner: Mapping[str, Any], listed: Sequence[ListedCheckpoint], most: int
 ) -> list[ListedCheckpoint]:
     """The first `most` of these checkpoints that the `owner` of a search includes. Only their sessions and some of the
     next are read, each once."""
@@ -120,7 +124,7 @@ def first_wanted(
     for start in range(0, len(listed), _SLICE):
         slice_ = listed[start : start + _SLICE]
         sessions = {ids.session_of(one.model_id) for _, one in slice_}
-        users |= users_of(store, sessions - users.keys())
+        users |= users_of(records, sessions - users.keys())
         for path, one in slice_:
             if is_wanted(caller, owner, users[ids.session_of(one.model_id)], one.owner):
                 found.append((path, one))
@@ -129,16 +133,16 @@ def first_wanted(
     return found[:most]
 
 
-def users_of(store: RedisRecords, sessions: Set[str]) -> dict[str, str]:
+def users_of(records: RedisRecords, sessions: Set[str]) -> dict[str, str]:
     """The user who opened each session; empty for an unknown user."""
-    found = store.read(Session.namespace, sorted(sessions))
+    found = records.read(Session.namespace, sorted(sessions))
     return {id_: json.loads(fields.get("user", '""')) for id_, fields in found}
 
 
-def _newest_first(store: RedisRecords, stored: Iterable[tuple[str, Record]]) -> list[ListedCheckpoint]:
+def _newest_first(records: RedisRecords, stored: Iterable[tuple[str, Record]]) -> list[ListedCheckpoint]:
     found = [(path, load(Checkpoint, fields)) for path, fields in stored]
     if any(one.expires_at is not None for _, one in found):
-        now = store.now()
+        now = records.now()
         found = [(path, one) for path, one in found if not one.is_expired(now)]
     return sorted(found, key=lambda pair: (-pair[1].created, pair[0]))
 
@@ -151,10 +155,10 @@ def check_role(caller: Caller, project: str, role: Role = "member") -> None:
         raise Forbidden(f"this needs the role {role} in project {project}; your role is {had}")
 
 
-def _is_expired(found: Session | Model | Sampler | Checkpoint | Upload | Loss, store: RedisRecords) -> bool:
+def _is_expired(found: Session | Model | Sampler | Checkpoint | Upload | Loss, records: RedisRecords) -> bool:
     """True for an expired checkpoint or upload. Most checkpoints have no expiry; the time is read only for one that
     has."""
-    return isinstance(found, Checkpoint | Upload) and found.expires_at is not None and found.is_expired(store.now())
+    return isinstance(found, Checkpoint | Upload) and found.expires_at is not None and found.is_expired(records.now())
 
 
 class Sources:
@@ -162,8 +166,8 @@ class Sources:
     made from one. A checkpoint that the key's owner may read can be loaded or copied with it. The token needs no scope,
     since every key may read, and it is stored nowhere."""
 
-    def __init__(self, store: RedisRecords, authenticator: Callable[[str], Caller]) -> None:
-        self._records, self._authenticator = store, authenticator
+    def __init__(self, records: RedisRecords, authenticator: Callable[[str], Caller]) -> None:
+        self._records, self._authenticator = records, authenticator
 
     def find(self, path: ids.TinkerPath, caller: Caller, token: str | None) -> Checkpoint:
         """The checkpoint. Raises NotFound with the same text for a missing checkpoint and for one that neither the
@@ -198,13 +202,13 @@ class Authenticator:
     def __init__(
         self,
         digests: Sequence[str],
-        store: RedisRecords,
+        records: RedisRecords,
         tokens: Tokens | None,
         account_recovery: Callable[[], bool] = lambda: False,
         operators: Sequence[str] = (),
     ) -> None:
         self._operators = frozenset(map(project_of, operators))
-        self._digests, self._records, self._tokens, self._account_recovery = digests, store, tokens, account_recovery
+        self._digests, self._records, self._tokens, self._account_recovery = digests, records, tokens, account_recovery
 
     def __call__(self, credential: str) -> Caller:
         """The caller. Raises Unauthorized; InvalidToken when a new token would help; Unavailable while a key cannot be
@@ -307,8 +311,8 @@ class OwnKey:
     """Describes and revokes the caller's own key, and issues tokens for it. A key of the settings has no account: it
     has fewer details, and it is revoked in the settings."""
 
-    def __init__(self, store: RedisRecords, accounts: AccountService, tokens: Tokens | None) -> None:
-        self._records, self._accounts, self._tokens = store, accounts, tokens
+    def __init__(self, records: RedisRecords, accounts: AccountService, tokens: Tokens | None) -> None:
+        self._records, self._accounts, self._tokens = records, accounts, tokens
 
     def describe(self, caller: Caller) -> dict[str, Any]:
         """The body of GET auth/apikey/me."""

@@ -42,8 +42,8 @@ class AccountService:
     """Creates and changes accounts. `by` is the caller that the audit log names, or None for the command line. Every
     method raises Unavailable while a store is away."""
 
-    def __init__(self, files: AccountFiles, store: RedisRecords) -> None:
-        self._files, self._records = files, store
+    def __init__(self, files: AccountFiles, records: RedisRecords) -> None:
+        self._files, self._records = files, records
 
     def add_organisation(self, name: str, by: Caller | None = None) -> Organisation:
         organisation = Organisation(_new_id("org-"), _named(name), self._records.now())
@@ -215,8 +215,8 @@ class AccountRecovery:
     are there. If the server loses the accounts, it loses the note too. While the note is there, an unknown key is
     refused without a look into the object store."""
 
-    def __init__(self, accounts: AccountService, store: RedisRecords) -> None:
-        self._accounts, self._records = accounts, store
+    def __init__(self, accounts: AccountService, records: RedisRecords) -> None:
+        self._accounts, self._records = accounts, records
         self._lock = threading.Lock()
         self._failed = float("-inf")
 

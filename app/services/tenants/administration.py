@@ -37,8 +37,8 @@ class Administration:
     project that the caller does not see, and Forbidden for what the caller may not do. `recover` restores the accounts
     after the state server was emptied."""
 
-    def __init__(self, accounts: AccountService, store: RedisRecords, recover: Callable[[], bool]) -> None:
-        self._accounts, self._records, self._recover = accounts, store, recover
+    def __init__(self, accounts: AccountService, records: RedisRecords, recover: Callable[[], bool]) -> None:
+        self._accounts, self._records, self._recover = accounts, records, recover
 
     def projects(self, caller: Caller) -> list[Project]:
         """The projects that the caller administers, oldest first."""

@@ -37,7 +37,7 @@ _DAY_H = 24
 
 
 def note(
-    store: RedisRecords,
+    records: RedisRecords,
     by: Caller | None,
     scope: str,
     event: str,
@@ -52,7 +52,7 @@ def note(
     `urgent`, as for a call that deletes or revokes."""
     text = entry(by, scope, event, about)
     key = f"{once} {hashlib.sha256(text.encode()).hexdigest()}" if once else uuid.uuid4().hex
-    store.note("audit", scope, key, text, urgent=urgent)
+    records.note("audit", scope, key, text, urgent=urgent)
 
 
 def entry(by: Caller | None, scope: str, event: str, about: About) -> str:

@@ -34,8 +34,8 @@ class LimitsFinder:
     `default` are the limits of a project where its account sets no others. A key has no limits unless some were set.
     """
 
-    def __init__(self, store: RedisRecords, default: Limits) -> None:
-        self._records, self._default = store, default
+    def __init__(self, records: RedisRecords, default: Limits) -> None:
+        self._records, self._default = records, default
         self._found: dict[tuple[str, str], tuple[float, Limits]] = {}
 
     def project(self, project: str) -> Limits:
