@@ -69,6 +69,11 @@ class SampleRequest:
     images: tuple[Image, ...] = ()
     json_schema: str = ""
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that the request may take: its prompt, and all samples at full length."""
+        return len(self.prompt) + self.num_samples * self.max_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:

@@ -109,7 +109,7 @@ class AdmissionService:
         payload = ops.encode(request)
         queue = sample_queue(sampler.base_model, full=sampler.full)
         request_id = ids.request_id(sampler_id, seq)
-        identity, bounds, tokens = ops.digest(payload), self._bounds(sampler), _most_tokens(request)
+        identity, bounds, tokens = ops.digest(payload), self._bounds(sampler), request.most_tokens
         base = self._settings.base_model(sampler.base_model)
         charge = Charge(
             self._limits.payers(caller, sampler.owner),
@@ -201,10 +201,6 @@ def _charge(op: Op, payers: tuple[Payer, ...]) -> Charge:
     tokens = int(op.batch.tokens.values.size) if isinstance(op, ForwardBackward) else 0
     models, stores = int(isinstance(op, CreateModel)), isinstance(op, SaveWeights)
     return Charge(payers, tokens, models=models, stores=stores)
-
-
-def _most_tokens(request: SampleRequest) -> int:
-    return len(request.prompt) + request.num_samples * request.max_tokens
 
 
 def beat_for_ever(oplog: RedisOpLog) -> None:

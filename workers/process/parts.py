@@ -175,6 +175,7 @@ def maintenance(parts: Parts) -> MaintenanceRunner:
         return WhileSteady(task, parts.oplog, parts.settings.engine.session_s)
 
     tasks: dict[str, MaintenanceTask] = {
+        # Its leader's lease had this name in every version, and one leader at a time is the point.
         "ringing": Redispatcher(
             parts.oplog, parts.dispatcher.send, parts.settings.engine, connect(parts.celery.conf.broker_url)
         ),

@@ -69,8 +69,7 @@ class BatchAdmission:
         A request with more sequences than there is room for is admitted when there is any room: otherwise it might wait
         forever.
         """
-        most_tokens = len(request.prompt) + request.num_samples * request.max_tokens
-        mine = QueuedRequest(project, self._weight_of(project), request.num_samples, most_tokens)
+        mine = QueuedRequest(project, self._weight_of(project), request.num_samples, request.most_tokens)
         handle.project, handle.weight = project, mine.weight
         handle.on_end = lambda: self._make_room(mine, 1)
         self._wait(mine, handle)
