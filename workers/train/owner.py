@@ -63,7 +63,9 @@ class Resident:
     def add_pending(self, pending: PendingCommit) -> None:
         """Records that the Op after `reached` ran and changed the state."""
         self.uncommitted.append(pending)
-        self.accumulation = self.accumulation.after(pending.entry, pending.failure)
+        # As in a replay: the reason that dooms an Op stays in the journal, whatever the text of its failure.
+        failure = pending.entry.doomed or pending.failure
+        self.accumulation = self.accumulation.after(pending.entry, failure)
 
     def committed(self) -> None:
         """Records that the first of the uncommitted Ops was committed."""
