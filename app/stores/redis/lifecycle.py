@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import redis
 
 from app import ids
+from app.domain import ops
 from app.domain.limits import Charge
+from app.domain.records import Model
 from app.domain.results import Result
+from app.errors import NewerContent, NotFound
 from app.settings import EngineSettings
 from app.stores.redis import keys, limits
 from app.stores.redis.client import Scripts, flat
-from app.stores.redis.journal import ENDED
+from app.stores.redis.journal import ENDED, RedisOpLog
+from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Holder, Record
 
 SAMPLING_ENDED = "cancelled: its session has ended"
@@ -236,6 +240,28 @@ class RedisLifecycle:
     def _now_ms(self) -> int:
         seconds, micros = self._redis.time()
         return seconds * 1000 + micros // 1000
+
+
+class Pins:
+    """The files in the object store that journals load: their Ops still run, or may be replayed."""
+
+    def __init__(self, oplog: RedisOpLog, lifecycle: RedisLifecycle, records: RedisRecords) -> None:
+        self._oplog, self._lifecycle, self._records = oplog, lifecycle, records
+
+    def __iter__(self) -> Iterator[str]:
+        """The prefixes. Raises NewerContent, and NotFound for a call whose content is lost."""
+        for model_id, fields in self._records.list(Model.namespace):
+            for seq in () if "ended" in fields else self._lifecycle.loads(model_id):
+                entry = self._oplog.entry(model_id, seq)
+                if entry is not None and entry.payload:
+                    yield ops.decode(entry.payload).prefix
+
+    def may_have(self, prefix: str) -> bool:
+        """False if no journal loads the files at `prefix`. True also if a call cannot be read."""
+        try:
+            return prefix in iter(self)
+        except (NewerContent, NotFound):
+            return True
 
 
 def _slices(items: Sequence[str]) -> Iterable[Sequence[str]]:
