@@ -33,9 +33,9 @@ from app.services.views import CHECKPOINT_TYPES, Page, check_writable, checkpoin
 from app.signing import UrlSigner
 from app.stores.objects.archives import Archive, ArchiveFiles
 from app.stores.objects.base import ObjectStore
-from app.stores.objects.notes import expire_older, note, remove_checkpoint
+from app.stores.objects.notes import end_checkpoint, note
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.lifecycle import Pins, RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump
 
 URL_SECONDS = 3600
@@ -49,10 +49,10 @@ _COPIED_PREFIX = "copied_prefix"
 class CheckpointService:
     """Reads and changes checkpoint records. Workers write the files; this class only deletes them."""
 
-    def __init__(self, records: RedisRecords, objects: ObjectStore, quotas: QuotaService) -> None:
+    def __init__(self, records: RedisRecords, objects: ObjectStore, quotas: QuotaService, pins: Pins) -> None:
         self._records = records
         self._quotas = quotas
-        self._objects = objects
+        self._objects, self._pins = objects, pins
 
     def list_all(self, caller: Caller, page: Page) -> dict[str, Any]:
         """Checkpoints of all runs in the projects where the caller may work, newest first."""
@@ -91,16 +91,15 @@ class CheckpointService:
             self.publish(path, caller, public=public)
 
     def delete(self, path: ids.TinkerPath, caller: Caller) -> None:
-        """Deletes a checkpoint: its manifest first, so that no rebuild restores it, and its record last, so that a
-        repeat completes a deletion that broke off. In between it notes that the older saves under this path have
-        expired. If the note cannot be written, the checkpoint is deleted all the same. Raises NotFound, Forbidden, and
-        Unavailable."""
+        """Deletes a checkpoint: its files first (the manifest before the others, so that no rebuild restores it), and
+        its record last, so that a repeat completes a deletion that broke off. Files that a journal loads stay until no
+        replay needs them. Raises NotFound, Forbidden, and Unavailable."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
         about = {"model_id": checkpoint.model_id, "tinker_path": str(path)}
         once = f"delete {checkpoint.prefix} {checkpoint.created}"  # a copy that is made anew has the same prefix
         audit.note(self._records, caller, checkpoint.owner, "checkpoint_delete", about, once=once, urgent=True)
-        remove_checkpoint(self._objects, checkpoint.prefix)
-        expire_older(self._objects, checkpoint.prefix, self._records.now())
+        is_loaded = self._pins.may_have(checkpoint.prefix)
+        end_checkpoint(self._objects, checkpoint.prefix, self._records.now(), keep_files=is_loaded)
         # A newer save that replaced it meanwhile stays.
         self._records.delete_same(Checkpoint.namespace, str(path), {"prefix": json.dumps(checkpoint.prefix)})
 

@@ -43,7 +43,7 @@ from app.stores.redis.client import Waiter, connect, connect_state
 from app.stores.redis.completions import RedisCompletions, TokenStreams
 from app.stores.redis.durability import check_at_start
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.lifecycle import Pins, RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.pages import RedisPages, UsageLedger
 from app.stores.redis.records import RedisRecords
@@ -164,7 +164,7 @@ def build(settings: Settings) -> Services:
         training=TrainingService(records, bases, admission, custom_losses, settings.limits, sources, routes),
         sampling=sampling,
         runs=RunService(records, quotas),
-        checkpoints=CheckpointService(records, objects, quotas),
+        checkpoints=CheckpointService(records, objects, quotas, Pins(oplog, lifecycle, records)),
         checkpoint_search=CheckpointSearch(records),
         archives=ArchiveService(records, ArchiveFiles(objects, settings.engine.free_disk_bytes), signer),
         copies=CopyService(records, oplog, lifecycle, objects, quotas, sources),

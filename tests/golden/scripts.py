@@ -228,7 +228,7 @@ def _lifecycle(step: Scenario, url: str) -> None:
     step.left("moved")
     step("acquire", lambda: log.acquire(M, "a/1"))
     step("holders", lambda: life.holders([M, N]))
-    step("loads", lambda: life.loads(M))
+    step("loads", lambda: list(life.loads([M])))
     step("unload", lambda: life.unload(M))
     step("unwanted", lambda: life.unwanted([M, N]))
     step("lines", lambda: RedisBacklog(step.client, SETTINGS).unfinished(10))

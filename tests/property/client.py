@@ -63,7 +63,7 @@ class Client:
 
     def refuse(self, seq: int, kind: RefusalKind) -> None:
         withheld = seq in self.plan and seq not in self.admitted
-        if withheld and self.world.oplog.refuse(self.model, seq, f"no {seq}", kind):
+        if withheld and self.world.oplog.refuse(self.model, seq, _reason(seq), kind):
             self.refused[seq] = kind
 
     def each_success_has_one_point(self) -> None:
@@ -115,7 +115,7 @@ class Client:
         reference = Reference(self.model, exact)
         for seq, op in self.plan.items():
             if seq in self.refused:
-                reference.consumed(self.refused[seq])
+                reference.consumed(self.refused[seq], _reason(seq))
             else:
                 self._check_failure(op, self.seen[seq], calm)
                 reference.ran(seq, op, self.seen[seq])
@@ -133,7 +133,7 @@ class Client:
         assert not list(self.world.records.list(ShmTransfer.namespace, f"models/{self.model}/"))
         for seq, op in self.plan.items():
             if seq in self.refused:
-                reference.consumed(self.refused[seq])
+                reference.consumed(self.refused[seq], _reason(seq))
                 continue
             reference.ran(seq, op, self.seen[seq])
             if isinstance(op, SaveWeights) and op.sampling_session_id and not self.seen[seq].failed:
@@ -181,3 +181,8 @@ class Client:
         assert result.failed or loss not in (POISON, BREAKING)
         if result.failed and json.loads(result.body)["category"] == "server":
             assert loss == BREAKING or not calm, "nothing went wrong, yet an Op was given up"
+
+
+def _reason(seq: int) -> str:
+    """The reason of a refusal."""
+    return f"no {seq}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 
 from app.domain.ops import CreateModel, DropGradients, ForwardBackward, LoadWeights, Op, OptimStep, SaveWeights
@@ -21,22 +22,28 @@ class Reference:
     saved: dict[str, State] = field(default_factory=dict)
     window: list[str] = field(default_factory=list)
     """The calls since the last step, load or drop: "added", "refused" or "failed"."""
+    missing: str | None = ""
+    """The reason that a failed step names; empty if no gradient is missing, and None if the results do not show it."""
+    reasons: set[str] = field(default_factory=set)
+    """All reasons until now. A call that waited behind a lost gradient fails with that gradient's reason."""
 
     @property
     def state(self) -> State:
         return self.backend.states[self.model]
 
-    def consumed(self, kind: str) -> None:
+    def consumed(self, kind: str, reason: str) -> None:
         """Consumes a seq that was refused."""
         if kind == "lost_batch":
             self.window.append("refused")
         if kind == "drop_gradients":
             self._drop()
             self.window = ["dropped"]
+        if kind != "skip":
+            self._lose(reason)
 
     def ran(self, seq: int, op: Op, result: Result) -> None:
         if result.failed:
-            self._failed(op)
+            self._failed(seq, op, result)
             return
         output = None
         match op:
@@ -56,15 +63,30 @@ class Reference:
                 output = self.backend.apply({self.model: op})[self.model]
                 if not op.forward_only:
                     self.window.append("added")
+        if self._whole():
+            self.missing = ""
         if self.exact and output is not None:
             assert result == results.of_output(output), f"seq {seq} has other bits than the undisturbed run"
 
-    def _failed(self, op: Op) -> None:
+    def _failed(self, seq: int, op: Op, result: Result) -> None:
+        found = json.loads(result.body)
+        error, given_up = found["error"], found["category"] == "server"
         if isinstance(op, OptimStep):
+            named = error in self.reasons if not self.missing else f"is missing ({self.missing});" in error
+            assert named or given_up or self.missing is None, (
+                f"the step at seq {seq} fails with another reason: {error}"
+            )
             self._drop()
-            self.window = []
+            self.window, self.missing = [], ""
         if isinstance(op, ForwardBackward) and not op.forward_only:
             self.window.append("failed")
+            self._lose(error if error in self.reasons else f"{op.kind} seq {seq} failed: {error}")
+            if given_up:
+                self.missing = None  # it may have waited behind a lost gradient, too
+
+    def _lose(self, reason: str) -> None:
+        self.missing = reason
+        self.reasons.add(reason)
 
     def _whole(self) -> bool:
         """True if nothing failed or was dropped. A refused batch was sent again, with nothing added before it."""

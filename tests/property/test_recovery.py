@@ -130,6 +130,20 @@ def test_what_failed_has_no_effect_in_a_replay_either(world: TrainerWorld):
     assert state(successor) == State(4, state(successor).weight, gradient=state(successor).gradient, pending=[5, 6])
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_step_without_its_gradients_names_the_same_reason_after_a_kill(world: TrainerWorld, killed: bool):
+    for seq, op in ((2, backward(2)), (3, optim_step())):
+        world.admit(seq, op)
+    world.oplog.refuse(MODEL, 1, "too long", "lost_batch")
+    trainer = world.trainer("a")
+    trainer.send(2)
+    if killed:
+        world.lapse()
+        trainer = world.trainer("b")
+    stepped = trainer.send(3)
+    assert stepped is not None and b"is missing (too long);" in stepped.body
+
+
 @pytest.mark.parametrize("node", ["a", "b"])
 def test_a_new_process_goes_on_from_the_newest_snapshot_here_or_in_the_store(world: TrainerWorld, node: str):
     first = world.trainer("a")

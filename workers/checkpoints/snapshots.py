@@ -26,7 +26,7 @@ from app.domain import ops, records
 from app.domain.checkpoints import WINDOW
 from app.domain.ops import FORWARD, FORWARD_BACKWARD, CreateModel, LoadWeights, OptimStep, SaveWeights
 from app.domain.records import READS_GRADIENTS, Worker
-from app.errors import Fenced, OpError
+from app.errors import Fenced, NoMemory, OpError
 from app.services.base_models import TRAINER_ROLES
 from app.settings import EngineSettings
 from app.stores.redis.journal import RedisOpLog
@@ -274,8 +274,8 @@ class Restore:
     snapshots: Snapshots
 
     def __call__(self, lease: Lease) -> GradAccumulation:
-        """Restores the model and returns its accumulation. Raises Fenced, Unavailable; NotFound and OpError when the
-        snapshot or the journal after it is lost.
+        """Restores the model and returns its accumulation. Raises Fenced, Unavailable, NoMemory; NotFound and another
+        OpError when the snapshot or the journal after it is lost.
 
         If a transferred adapter was lost, the restore starts from a snapshot before it, so that the replay rebuilds it.
         """
@@ -311,6 +311,8 @@ class Restore:
                 continue
             try:
                 accumulation = self.executor.restore_from(lease.model_id, local.path, manifest)
+            except NoMemory:  # the next snapshot would not fit either
+                raise
             except OpError as error:
                 log.warning("a local snapshot cannot be loaded: %s", error, extra={"model_id": lease.model_id})
                 self.folder.remove(local)

@@ -20,7 +20,6 @@ from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 
 from app import ids
-from app.domain import ops
 from app.domain.checkpoints import MODELS, SNAPSHOT, CheckpointPrefix
 from app.domain.records import UPLOADS, Checkpoint, Model, Sampler, Session, Upload
 from app.errors import NewerContent, Unavailable
@@ -29,7 +28,7 @@ from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import remove_checkpoint
 from app.stores.objects.routes import RouteFiles
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.lifecycle import Pins, RedisLifecycle
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords, load
 
@@ -71,7 +70,7 @@ class Orphans:
         settings: EngineSettings,
     ) -> None:
         self._oplog, self._lifecycle, self._records, self._objects = oplog, lifecycle, records, objects
-        self._payloads = payloads
+        self._payloads, self._pins = payloads, Pins(oplog, lifecycle, records)
         self._routes = RouteFiles(objects, records.now)
         self._period_s = settings.orphan_s / _ROUNDS
         self._next = 0.0
@@ -142,7 +141,7 @@ class Orphans:
         self._objects.delete(lost := set(overdue).intersection(unknown))
         if lost:
             log.info("removed %d payloads that the state server does not know", len(lost))
-        pinned = set(self._pinned()) if overdue else set()
+        pinned = set(self._pins) if overdue else set()
         for prefix in overdue:
             if prefix not in pinned and prefix not in lost:
                 self._remove(prefix)
@@ -189,11 +188,3 @@ class Orphans:
             head = heads.get(place.model_id)
             if head and str(place) not in referenced and not head.awaits(place):
                 yield str(place)
-
-    def _pinned(self) -> Iterator[str]:
-        """Prefixes that Ops load which still run, or may be replayed."""
-        for model_id, _ in self._records.list(Model.namespace):
-            for seq in self._lifecycle.loads(model_id):
-                entry = self._oplog.entry(model_id, seq)
-                if entry is not None and entry.payload:
-                    yield ops.decode(entry.payload).prefix

@@ -228,18 +228,23 @@ class _Rows:
         ends = torch.searchsorted(group, torch.arange(count * kinds, device=device), right=True)
         rows = torch.arange(len(group), device=device)
         tokens = choices // chosen.shape[1]
+        unused: Tensor | None = None
         if hidden.dtype == torch.bfloat16 and device.type == "cpu":
             counts = ends.diff(prepend=ends.new_zeros(1))
             sizes = _rounded(counts)
             spare = sizes - counts
             rows = rows + (spare.cumsum(0) - spare)[group]
             tokens = tokens.new_zeros(int(sizes.sum())).index_copy(0, rows, tokens)
+            unused = torch.ones_like(tokens, dtype=torch.bool).index_fill(0, rows, False)
             group = torch.arange(len(sizes)).repeat_interleave(sizes)
             ends = sizes.cumsum(0)
         self.tokens, self.places = tokens, torch.empty_like(choices).index_copy(0, choices, rows).view_as(chosen)
         self.experts, self.kinds = group // kinds, group % kinds
         computed = len(ends) if own is None else len(own) * kinds
-        self._others = None if own is None else (group >= computed)[:, None]
+        if own is not None:
+            others = group >= computed
+            unused = others if unused is None else others | unused
+        self._unused = unused
         self.ends = ends[:computed].to(torch.int32)
         self.expert_ends = self.ends[kinds - 1 :: kinds].contiguous()
 
@@ -249,8 +254,9 @@ class _Rows:
         return gathered
 
     def kept(self, x: Tensor) -> Tensor:
-        """Maps [rows, width] to the same with zeros in the rows that no product computes: they hold anything."""
-        return x if self._others is None else x.masked_fill(self._others, 0)
+        """Maps [rows, width] to the same with zeros in the rows that no product computes, which hold anything, and in
+        spare rows: a value of another tenant's token that is not finite would spoil the group's gradient."""
+        return x if self._unused is None else x.masked_fill(self._unused[:, None], 0)
 
     def combined(self, x: Tensor, weights: Tensor) -> Tensor:
         """Maps [rows, width] to the tokens' sums [tokens, width], with the choices' weights [tokens, choices]."""

@@ -29,7 +29,7 @@ from app.domain.ops import (
     SaveWeights,
 )
 from app.domain.results import TRAINED, Done, Output
-from app.errors import NoMemory, NotFound, OpError, UserOpError
+from app.errors import NotFound, OpError, UserOpError
 from app.stores.disk import Disk
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.types import Entry, Lease
@@ -121,8 +121,7 @@ class Executor:
         elif entry.doomed:
             self.give_up(lease, entry)
         elif entry.kind not in (SaveWeights.kind, FORWARD):
-            with _blaming_no_model():
-                self._apply(lease.model_id, domain_ops.decode(entry.payload))
+            self._apply(lease.model_id, domain_ops.decode(entry.payload))
 
     def restore(self, model_id: str, prefix: str) -> GradAccumulation:
         """Restores a model from a durable snapshot; returns its accumulation. Raises NotFound, Unavailable, OpError."""
@@ -133,8 +132,7 @@ class Executor:
         """Restores a model from a snapshot's folder, drops the state it had here, and returns its accumulation.
         Raises OpError."""
         op = Create(manifest.lora, folder, optimizer=True, critic=manifest.critic, gradients=True)
-        with _blaming_no_model():
-            self._backend_apply(model_id, op)
+        self._backend_apply(model_id, op)
         if WINDOW not in manifest.files:
             return GradAccumulation()
         return GradAccumulation(**json.loads((folder / WINDOW).read_bytes()))
@@ -190,16 +188,6 @@ class Executor:
             # On a full disk even this may fail. The remaining files are correct, and the next start removes them.
             with suppress(OSError):
                 transfer.forget(prefix, self.cache.folder)
-
-
-@contextmanager
-def _blaming_no_model() -> Iterator[None]:
-    """Makes memory that is short in a restore a fault of this worker. As an OpError it would remove the snapshot, as
-    files that cannot be loaded."""
-    try:
-        yield
-    except NoMemory as error:
-        raise MemoryError(str(error)) from error
 
 
 def _fields(lora: LoraSpec | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import redis
 
 from app import ids
 from app.domain import ops
-from app.errors import Fenced, NewerContent, NotFound, OpError, Requeue, TinsmithError, Unavailable
+from app.errors import Fenced, NewerContent, NoMemory, NotFound, OpError, Requeue, TinsmithError, Unavailable
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry, Lease, OwnedElsewhere
 from workers.backends.training.base import TrainingBackend
@@ -63,7 +63,9 @@ class Resident:
     def add_pending(self, pending: PendingCommit) -> None:
         """Records that the Op after `reached` ran and changed the state."""
         self.uncommitted.append(pending)
-        self.accumulation = self.accumulation.after(pending.entry, pending.failure)
+        # As in a replay: the reason that dooms an Op stays in the journal, whatever the text of its failure.
+        failure = pending.entry.doomed or pending.failure
+        self.accumulation = self.accumulation.after(pending.entry, failure)
 
     def committed(self) -> None:
         """Records that the first of the uncommitted Ops was committed."""
@@ -87,12 +89,24 @@ class Exhausted(TinsmithError):
         self.lease, self.entry = lease, entry
 
 
-class Broken(TinsmithError):
-    """The backend raised an exception other than an OpError for these Ops: all of its states are suspect."""
+class NoMemoryToRestore(TinsmithError):
+    """Memory ran out in a restore, which counts as an attempt of the model's next Op. `lease` was acquired and released
+    again. The other states are sound."""
 
-    def __init__(self, why: str, *ops: tuple[Lease, int]) -> None:
+    def __init__(self, lease: Lease, why: str) -> None:
         super().__init__(why)
-        self.ops = ops
+        self.lease = lease
+
+
+class Broken(TinsmithError):
+    """The backend raised an exception other than an OpError for these Ops: all of its states are suspect.
+
+    `restored` is the lease of the model whose restore raised it, acquired and released again. Then there is no Op if
+    none waits for the restore."""
+
+    def __init__(self, why: str, *ops: tuple[Lease, int], restored: Lease | None = None) -> None:
+        super().__init__(why)
+        self.ops, self.restored = ops, restored
 
 
 class Owner:
@@ -136,7 +150,7 @@ class Owner:
 
     def own(self, model_id: str) -> Resident | OwnedElsewhere:
         """Returns the model, restored if it is new here. Raises NotFound for an unknown model; Exhausted, Unrestorable,
-        Broken, Unavailable, NoTurnYet."""
+        NoMemoryToRestore, Broken, Unavailable, NoTurnYet."""
         resident = self._residents.get(model_id)
         if resident is not None and self._keeper.holds(model_id):
             resident.used = time.monotonic()
@@ -262,6 +276,9 @@ class Owner:
             raise Exhausted(lease, entry)
         try:
             restored = self._restore_once_more(lease)
+        except NoMemory as error:
+            self._oplog.strike(lease, lease.applied + 1)
+            raise NoMemoryToRestore(lease, f"{lease.model_id} cannot be restored now: {error}") from error
         except (NotFound, OpError) as error:
             self.put_off(lease, lease.applied + 1)
             if self._oplog.acquire(lease.model_id, self._worker) != lease:
@@ -273,7 +290,10 @@ class Owner:
             self.put_off(lease, lease.applied + 1)
             raise
         except Exception as error:
-            raise Broken(f"restoring {lease.model_id} broke the backend", (lease, lease.applied + 1)) from error
+            waiting = [] if entry is None else [(lease, entry.seq)]
+            why = f"restoring {lease.model_id} broke the backend"
+            log.exception(why)
+            raise Broken(why, *waiting, restored=lease) from error
         self.put_off(lease, lease.applied + 1)
         return restored
 

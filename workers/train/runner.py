@@ -18,13 +18,31 @@ import redis
 from app import dispatch, ids
 from app.domain import ops
 from app.domain.results import Result
-from app.errors import Fenced, Gone, NewerContent, NotFound, NoTurnYet, Requeue, ServerOpError, Unavailable
+from app.errors import (
+    Fenced,
+    Gone,
+    NewerContent,
+    NotFound,
+    NoTurnYet,
+    Requeue,
+    ServerOpError,
+    TinsmithError,
+    Unavailable,
+)
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry, Lease, NextOp, OwnedElsewhere
 from workers.checkpoints.writer import OpResult
 from workers.process import telemetry
 from workers.train.committer import BackgroundSaves, Committer, StartedOp
-from workers.train.owner import MAX_ATTEMPTS, Broken, Exhausted, Owner, Resident, Unrestorable
+from workers.train.owner import (
+    MAX_ATTEMPTS,
+    Broken,
+    Exhausted,
+    NoMemoryToRestore,
+    Owner,
+    Resident,
+    Unrestorable,
+)
 from workers.train.scheduler import RetryBackoff, Scheduler
 
 log = logging.getLogger(__name__)
@@ -99,8 +117,13 @@ class TrainingRunner:
         except Fenced as fenced:
             self._owner.discard(model_id)
             raise self._requeue(request_id, model_id, kind, str(fenced)) from None
+        except NoMemoryToRestore as short:
+            return self._restore_later(request_id, model_id, kind, short.lease, short)
         except Broken as broken:
             self._start_over(broken)
+            lease = broken.restored
+            if lease is not None and (seq <= lease.applied or not broken.ops):
+                return self._restore_later(request_id, model_id, kind, lease, broken)
             raise self._requeue(request_id, model_id, kind, str(broken)) from None
         except redis.RedisError:
             # Otherwise the lease would go on telling the redispatch task that the Op runs here.
@@ -174,6 +197,7 @@ class TrainingRunner:
             except Exhausted as spent:
                 self._fail(spent.lease, spent.entry, _given_up(spent.entry))
                 telemetry.GIVEN_UP.labels(spent.entry.kind).inc()
+                self._retry_backoff.advanced(model_id)
                 if seq <= spent.entry.seq:
                     return None
             else:
@@ -295,6 +319,19 @@ class TrainingRunner:
         )
         self._retry_backoff.retry_later(model_id, ids.seq_of(request_id), kind)
         raise Requeue(f"{request_id}: {newer}") from newer
+
+    def _restore_later(
+        self, request_id: str, model_id: str, kind: str, lease: Lease, failure: TinsmithError
+    ) -> Result | None:
+        """Tries the failed restore of a model again after a pause, if the Op needs it. At once, it might fail without
+        end. Returns the result of an Op that has ended."""
+        log.warning("a restore failed: %s", failure, extra={"request_id": request_id, "model_id": model_id})
+        seq = ids.seq_of(request_id)
+        if seq > lease.applied:
+            self._retry_backoff.retry_later(model_id, seq, kind)
+            raise Requeue(f"{request_id}: {failure}") from failure
+        self._retry_backoff.drop(model_id, seq)
+        return self._oplog.outcome(request_id)
 
     def _start_over(self, broken: Broken) -> None:
         """Discards all states, as the backend's contract asks: after anything but an OpError every state it holds is

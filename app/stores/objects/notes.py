@@ -36,6 +36,16 @@ def note(store: ObjectStore, prefix: str, field: Field, now: float, value: Any) 
     store.put_new(f"{prefix}/{_NAMES[field]}{int(now * 1e6):020d}.json", json.dumps({field: value}).encode())
 
 
+def end_checkpoint(store: ObjectStore, prefix: str, now: float, *, keep_files: bool) -> None:
+    """Removes the files of a deleted checkpoint. With `keep_files` it only notes that the checkpoint has expired, and
+    the files become orphans. Either way `tinsmith rebuild` restores neither it nor an older save of its path."""
+    if keep_files:
+        note(store, prefix, "expires_at", now, now)
+    else:
+        remove_checkpoint(store, prefix)
+    expire_older(store, prefix, now)
+
+
 def expire_older(store: ObjectStore, prefix: str, now: float) -> None:
     """Notes that the newest saves which the one at `prefix` replaced have expired, so that `tinsmith rebuild` restores
     none in its place. Their files stay for calls that load them. A store that is away or full is only logged."""

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import redis
 
 from app import ids
+from app.domain import ops
 from app.domain.limits import Charge
+from app.domain.records import Model
 from app.domain.results import Result
+from app.errors import NewerContent, NotFound
 from app.settings import EngineSettings
 from app.stores.redis import keys, limits
 from app.stores.redis.client import Scripts, flat
-from app.stores.redis.journal import ENDED
+from app.stores.redis.journal import ENDED, RedisOpLog
+from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Holder, Record
 
 SAMPLING_ENDED = "cancelled: its session has ended"
@@ -213,15 +217,16 @@ class RedisLifecycle:
         unloaded ones and those whose session has ended."""
         return {id_.decode() for id_ in self._run("unwanted", *model_ids)}
 
-    def loads(self, model_id: str) -> list[int]:
-        """The seqs in the model's journal that read a checkpoint when they run or are replayed."""
-        found: list[int] = []
-        after: list[bytes] = [b"-inf"]
-        while after:
-            rows = self._run("loads", model_id, after[0], _SLICE)
-            after = [row[1:] for row in rows if row.startswith(b">")]
-            found += [int(row) for row in rows if not row.startswith(b">")]
-        return found
+    def loads(self, model_ids: Sequence[str]) -> Iterator[tuple[str, int]]:
+        """The Ops in these models' journals, as model id and seq, that read a checkpoint when they run or are
+        replayed. It is one round trip, unless a journal is long."""
+        calls = [(model_id, "-inf", str(_SLICE)) for model_id in model_ids]
+        while calls:
+            rest = []
+            for (model_id, *_), rows in zip(calls, self._run.each("loads", calls), strict=True):
+                yield from ((model_id, int(row)) for row in rows if not row.startswith(b">"))
+                rest += [(model_id, row[1:].decode(), str(_SLICE)) for row in rows if row.startswith(b">")]
+            calls = rest
 
     def overdue(self, unreferenced: Iterable[str]) -> list[str]:
         """Notes everything that is unreferenced now. Returns what was in every such note for `engine.orphan_s`."""
@@ -237,6 +242,29 @@ class RedisLifecycle:
     def _now_ms(self) -> int:
         seconds, micros = self._redis.time()
         return seconds * 1000 + micros // 1000
+
+
+class Pins:
+    """The files in the object store that journals load: their Ops still run, or may be replayed."""
+
+    def __init__(self, oplog: RedisOpLog, lifecycle: RedisLifecycle, records: RedisRecords) -> None:
+        self._oplog, self._lifecycle, self._records = oplog, lifecycle, records
+
+    def __iter__(self) -> Iterator[str]:
+        """The prefixes. Raises NewerContent, and NotFound for a call whose content is lost."""
+        live = [model_id for model_id, fields in self._records.list(Model.namespace) if "ended" not in fields]
+        for slice_ in _slices(live):
+            for model_id, seq in self._lifecycle.loads(slice_):
+                entry = self._oplog.entry(model_id, seq)
+                if entry is not None and entry.payload:
+                    yield ops.decode(entry.payload).prefix
+
+    def may_have(self, prefix: str) -> bool:
+        """False if no journal loads the files at `prefix`. True also if a call cannot be read."""
+        try:
+            return prefix in iter(self)
+        except (NewerContent, NotFound):
+            return True
 
 
 def _slices(items: Sequence[str]) -> Iterable[Sequence[str]]:

@@ -248,6 +248,13 @@ MUTANTS = (
         f"{_RESTORES}::test_a_restore_that_fails_and_ends_no_worker_stops_no_later_call",
     ),
     Mutant(
+        "restore: a call that has ended needs none",
+        "workers/train/runner.py",
+        "        if seq > lease.applied:\n            self._retry_backoff.retry_later",
+        "        if True:\n            self._retry_backoff.retry_later",
+        f"{_RESTORES}::test_a_call_that_has_ended_asks_for_one_restore_only[breaks]",
+    ),
+    Mutant(
         "restore: its calls need no attempts of their own",
         "workers/train/runner.py",
         " and not lost.at_once:",

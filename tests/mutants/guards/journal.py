@@ -173,6 +173,13 @@ MUTANTS = (
         f"{_RECOVERY}::test_no_step_runs_behind_a_batch_that_failed_even_when_another_came",
     ),
     Mutant(
+        "window: a live run names the reasons of a replay",
+        "workers/train/owner.py",
+        "failure = pending.entry.doomed or pending.failure",
+        "failure = pending.failure",
+        f"{_RECOVERY}::test_a_step_without_its_gradients_names_the_same_reason_after_a_kill[False]",
+    ),
+    Mutant(
         "window: nothing stands in for a refused batch behind others",
         "workers/train/executor.py",
         "beyond_repair=self.beyond_repair or self.added",

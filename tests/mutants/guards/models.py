@@ -16,6 +16,7 @@ _UNIT = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/ba
 _COVERAGE = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_target_modules.py"
 _QUANTIZED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_quantized.py"
 _PACKED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_packed.py"
+_EXPERTS = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_experts.py"
 _LOADING = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_loading.py"
 _GROUPED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/products/test_grouped.py"
 _SHARDED = "--confcutdir=tests/conformance tests/conformance/test_sharded_loading.py"
@@ -228,9 +229,16 @@ MUTANTS = (
     Mutant(
         "tensor parallel: another rank's experts count for nothing here",
         "workers/models/experts.py",
-        "        return x if self._others is None else x.masked_fill(self._others, 0)\n",
+        "        return x if self._unused is None else x.masked_fill(self._unused[:, None], 0)\n",
         "        return x\n",
         f"{_PARTS}::test_experts_of_another_rank_count_for_nothing",
+    ),
+    Mutant(
+        "experts: spare rows are zeros",
+        "workers/models/experts.py",
+        "unused = torch.ones_like(tokens, dtype=torch.bool).index_fill(0, rows, False)",
+        "pass",
+        f"{_EXPERTS}::test_a_row_that_is_not_finite_fills_up_no_other_group",
     ),
     Mutant(
         "tensor parallel: no other setting that does not go with it",

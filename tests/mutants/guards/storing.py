@@ -362,10 +362,18 @@ MUTANTS = (
         "clock_and_the_state_servers",
     ),
     Mutant(
-        "delete: overwritten saves of a deleted checkpoint",
+        "delete: files that a journal loads",
         "app/services/checkpoints.py",
-        "expire_older(self._objects, checkpoint.prefix, self._records.now())",
-        "pass",
+        "keep_files=is_loaded",
+        "keep_files=False",
+        "tests/unit/app/api/test_deletion.py"
+        "::test_files_that_a_run_loads_outlive_their_checkpoint_as_long_as_it_may_be_replayed",
+    ),
+    Mutant(
+        "delete: overwritten saves of a deleted checkpoint",
+        "app/stores/objects/notes.py",
+        "    expire_older(store, prefix, now)\n",
+        "",
         "tests/unit/app/api/test_deletion.py"
         "::test_no_overwritten_save_of_a_deleted_checkpoint_comes_back_into_an_emptied_state_server",
     ),

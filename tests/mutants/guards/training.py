@@ -239,6 +239,13 @@ MUTANTS = (
         "tests/unit/workers/backends/training/losses/test_custom_budget.py::test_an_element_counts_for_what_it_costs",
     ),
     Mutant(
+        "custom losses: memory that is short is no fault of theirs",
+        "workers/backends/training/losses/custom.py",
+        "        if ran_out_of_memory(error):\n            raise\n",
+        "",
+        "tests/unit/workers/backends/training/losses/test_custom.py::test_memory_that_is_short_is_no_fault_of_the_loss",
+    ),
+    Mutant(
         "custom losses: complex numbers",
         "workers/backends/training/losses/custom.py",
         "if isinstance(value, complex) and budget > 1:",

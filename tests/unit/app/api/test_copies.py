@@ -58,7 +58,10 @@ def copy(api: Api, path: str, key: str = "", **asked: Any) -> TestResponse:
 
 def contents(api: Api, path: str) -> dict[str, bytes]:
     record = api.services.records.get("checkpoints", path)
-    prefix = record["prefix"].strip('"')
+    return contents_at(api, record["prefix"].strip('"'))
+
+
+def contents_at(api: Api, prefix: str) -> dict[str, bytes]:
     return {name: api.services.objects.read(f"{prefix}/{name}") for name in FILES}
 
 

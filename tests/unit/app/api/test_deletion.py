@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from unittest import mock
 
 import pytest
 
 from app import ids
-from app.errors import Unavailable
+from app.domain import ops
+from app.errors import NewerContent, Unavailable
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.client import connect
+from app.stores.redis.types import Lease
 from tests.pages import in_mid_hour, listed
-from tests.unit.app.api.test_copies import delete, rebuilt, saved
+from tests.unit.app.api.test_copies import FILES, contents_at, delete, rebuilt, saved
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import Api
 
@@ -41,6 +44,45 @@ def test_no_overwritten_save_of_a_deleted_checkpoint_comes_back_into_an_emptied_
     assert path not in rebuilt(api, state_url, emptied=True).checkpoints
     saved(api, run, 4)
     assert path in rebuilt(api, state_url, emptied=True).checkpoints
+
+
+def test_files_that_a_run_loads_outlive_their_checkpoint_as_long_as_it_may_be_replayed(
+    api: Api, state_url: str
+) -> None:
+    path = saved(api)
+    run = ids.TinkerPath.parse(path).model_id
+    saved(api, run, 2)
+    body = {"session_id": api.session(), "model_seq_id": 0, "path": path}
+    loaded = api.post("load_weights", body).json["request_id"].rpartition(":")[0]
+    api.commit(loaded, 0)
+    delete(api, path)
+    assert api.get("checkpoints").json["checkpoints"] == []
+    assert contents_at(api, f"models/{run}/weights/a/2-1") == FILES
+    assert path not in rebuilt(api, state_url, emptied=True).checkpoints
+
+
+def test_files_that_a_run_no_longer_loads_go_with_their_checkpoint(api: Api) -> None:
+    path = saved(api)
+    body = {"session_id": api.session(), "model_seq_id": 0, "path": path}
+    loaded = api.post("load_weights", body).json["request_id"].rpartition(":")[0]
+    api.commit(loaded, 0)
+    lease = api.services.oplog.acquire(loaded, "node/test")
+    assert isinstance(lease, Lease)
+    api.services.oplog.set_snapshot(lease, 0, "the newest")
+    delete(api, path)
+    assert api.services.objects.list(f"models/{ids.TinkerPath.parse(path).model_id}/") == []
+
+
+def test_files_that_a_call_may_load_which_cannot_be_read_outlive_their_checkpoint(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(api)
+    api.post("load_weights", {"session_id": api.session(), "model_seq_id": 0, "path": path})
+    monkeypatch.setattr(ops, "decode", mock.Mock(side_effect=NewerContent("written by a newer version")))
+    delete(api, path)
+    assert api.get("checkpoints").json["checkpoints"] == []
+    run = ids.TinkerPath.parse(path).model_id
+    assert contents_at(api, f"models/{run}/weights/a/1-1") == FILES
 
 
 def test_a_deletion_stores_a_bounded_number_of_notes(api: Api, state_url: str) -> None:

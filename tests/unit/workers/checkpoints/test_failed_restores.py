@@ -57,8 +57,7 @@ def test_memory_that_is_short_in_restores_costs_no_adapter_and_no_snapshot(
     with monkeypatch.context() as memory:
         memory.setattr(successor.backend, "apply", lambda ops: dict.fromkeys(ops, NoMemory("full")))
         for _ in range(4):
-            with pytest.raises(Requeue, match="broke the backend"):
-                successor.handle(3, "catch_up")
+            successor.handle(3, "catch_up")
     assert on_record(world) == ([] if worker == "a/2" else [prefix]), "its files are here, or it waits for a restore"
     assert sorted((world.folder / "a" / "snapshots").rglob("*.safetensors")) == local != []
     successor.handle(3, "catch_up")

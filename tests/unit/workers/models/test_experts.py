@@ -194,6 +194,20 @@ def test_a_row_that_is_not_finite_leaves_other_groups_alone(model: nn.Module, mo
     assert all(torch.equal(one, other) for one, other in [*rows, *zip(found[-4:], wanted[-4:], strict=True)])
 
 
+def test_a_row_that_is_not_finite_fills_up_no_other_group(model: nn.Module) -> None:
+    """On a CPU in bfloat16, spare rows round a group's size."""
+    segments = [(adapter, 20 * count) for adapter, count in tenants(model)]
+    hidden, chosen, weights = routed(220, torch.bfloat16)
+    bad = torch.cat([hidden[:80] * torch.nan, hidden[80:]]).detach().requires_grad_()
+    module = model.get_submodule(_PATH).to(torch.bfloat16)
+    with lora.use(segments):
+        found, wanted = (
+            both(module(*inputs), inputs, segments) for inputs in ((bad, chosen, weights), (hidden, chosen, weights))
+        )
+    rows = [(one[80:], other[80:]) for one, other in zip(found[:2], wanted[:2], strict=True)]
+    assert all(torch.equal(one, other) for one, other in [*rows, *zip(found[-4:], wanted[-4:], strict=True)])
+
+
 def both(output: Tensor, inputs: tuple[Tensor, ...], segments: list[tuple[Adapter | None, int]]) -> list[Tensor]:
     return [output, *gradients(output, inputs[0], segments)]
 

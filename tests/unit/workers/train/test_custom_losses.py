@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from typing import NoReturn
 
 import numpy as np
+import pytest
+from torch import Tensor
 
 from app.domain.ops import AdamParams, Batch, ForwardBackward, Op, OptimStep, Ragged
+from app.errors import Requeue
 from app.wire import tinker_pb2 as pb
 from tests.custom_losses import DPO_RANKS, dpo, parsed
 from tests.unit.workers.conftest import LORA, MODEL, PROBE, World, logprob_bytes, probe
 from workers.backends.training.base import Create
+from workers.backends.training.losses import custom
 
 LENGTHS = (9, 5, 12)
 
@@ -66,6 +71,28 @@ def test_a_loss_that_fails_when_run_fails_its_future_alone_and_adds_nothing(worl
     assert worker.backend.gradients(MODEL) == {}
     world.admit(2, pairs(1))
     assert not worker.handle(2).failed
+
+
+def test_memory_that_is_short_in_a_loss_fails_its_call_alone_and_no_restore_for_ever(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Tensor) -> NoReturn:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    worker = world.worker("a/1")
+    for seq in (1, 2):
+        world.admit(seq, pairs(seq))
+    assert not worker.handle(1).failed
+    with monkeypatch.context() as memory:
+        memory.setitem(custom.FUNCTIONS, "torch._C._nn.log_sigmoid", full)
+        result = worker.handle(2)
+        assert result.failed and "memory ran out" in json.loads(result.body)["error"]
+        worker.owner.discard_all()
+        world.admit(3, PROBE)
+        with pytest.raises(Requeue, match="cannot be restored now"):
+            worker.handle(3)
+    worker.retry_backoff.forget(MODEL)
+    assert not worker.handle(3).failed
 
 
 def overflowing(logprobs, reference):

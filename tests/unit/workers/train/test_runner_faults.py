@@ -11,12 +11,23 @@ import redis
 from app.domain.ops import ForwardBackward, SaveWeights
 from app.domain.records import Model
 from app.domain.results import Result
-from app.errors import NotFound, Requeue, Unavailable
+from app.errors import NoMemory, NotFound, OpError, Requeue, Unavailable
 from app.stores.redis import keys, payloads
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.payloads import Staging
 from app.stores.redis.types import Lease
-from tests.unit.workers.conftest import BASE, MODEL, Ended, Worker, World, logprob_bytes, probe, step, undisturbed
+from tests.unit.workers.conftest import (
+    BASE,
+    MODEL,
+    Ended,
+    Worker,
+    World,
+    add_model,
+    logprob_bytes,
+    probe,
+    step,
+    undisturbed,
+)
 from tests.unit.workers.train.saves import admit
 from workers.train import scheduler
 
@@ -36,9 +47,11 @@ class NoReplay:
         return getattr(self._inner, name)
 
     def apply(self, ops):
-        if any(isinstance(op, ForwardBackward) for op in ops.values()):
-            raise self._error
-        return self._inner.apply(ops)
+        if not any(isinstance(op, ForwardBackward) for op in ops.values()):
+            return self._inner.apply(ops)
+        if isinstance(self._error, OpError):
+            return dict.fromkeys(ops, self._error)
+        raise self._error
 
 
 def fail_three_times(worker: Worker) -> None:
@@ -50,16 +63,21 @@ def fail_three_times(worker: Worker) -> None:
 
 
 @pytest.fixture
-def replay_due(world: World) -> World:
-    """seq 1, a gradient, is applied and has to be replayed; seq 2 waits."""
+def replay_alone(world: World) -> World:
+    """seq 1, a gradient, is applied and has to be replayed; nothing waits."""
     first = world.worker("a/1")
     first.handle(0, "create_model")
-    gradient, optim_step = step()
-    world.admit(1, gradient)
+    world.admit(1, step()[0])
     first.handle(1)
-    world.admit(2, optim_step)
     first.drain.release()
     return world
+
+
+@pytest.fixture
+def replay_due(replay_alone: World) -> World:
+    """As `replay_alone`, and seq 2 waits."""
+    replay_alone.admit(2, step()[1])
+    return replay_alone
 
 
 def error_of(result: Result | None) -> str:
@@ -133,6 +151,72 @@ def test_a_restore_that_fails_and_ends_no_worker_stops_no_later_call(replay_due:
     assert "3 attempts" in error_of(successor.handle(2, "optim_step"))
     later = replay_due.worker("b/2").handle(3)
     assert later is not None and "3 workers ended" not in str(later.body)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A list with one item: the time of the backoff."""
+    now = [1000.0]
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def retried(worker: Worker) -> list[str]:
+    """The calls that are dispatched again now."""
+    worker.dispatched.clear()
+    worker.retry_backoff.retry_due()
+    return [request_id for _, request_id, _ in worker.dispatched]
+
+
+BREAKS, LACKS_MEMORY = RuntimeError("the device is gone"), NoMemory("full")
+failing = pytest.mark.parametrize("error", [BREAKS, LACKS_MEMORY], ids=["breaks", "lacks-memory"])
+
+
+@failing
+def test_a_call_that_has_ended_asks_for_one_restore_only(replay_alone: World, now: list[float], error: Exception):
+    worker = replay_alone.worker("b/1")
+    NoReplay(worker, error)
+    assert worker.handle(1) == replay_alone.oplog.outcome(f"{MODEL}:1") is not None
+    replay_alone.client.delete(keys.future(f"{MODEL}:1"))
+    assert worker.handle(1, "catch_up") is None, "its result has expired"
+    now[0] += 3600.0
+    assert [*worker.dispatched, *retried(worker)] == []
+
+
+@failing
+def test_a_restore_whose_failure_counts_for_no_call_is_repeated_after_a_pause(
+    replay_alone: World, now: list[float], error: Exception
+):
+    replay_alone.admit(3, step()[0])
+    worker = replay_alone.worker("b/1")
+    NoReplay(worker, error)
+    for pause in (2.0, 4.0):
+        worker.dispatched.clear()
+        with pytest.raises(Requeue):
+            worker.handle(3)
+        assert worker.dispatched == []
+        now[0] += pause
+        assert retried(worker) == [f"{MODEL}:3"]
+
+
+def test_memory_that_is_short_in_a_restore_costs_no_other_model_its_state_and_the_call_an_attempt(
+    replay_due: World, now: list[float]
+):
+    other, worker = "session:train:1", replay_due.worker("b/1")
+    add_model(replay_due, other)
+    worker.runner.handle(f"{other}:0", other, "create_model")
+    replay_due.admit(3, step()[0])
+    NoReplay(worker, LACKS_MEMORY)
+    for pause in (2.0, 4.0, 8.0):
+        for seq in (2, 3):
+            with pytest.raises(Requeue):
+                worker.handle(seq)
+        now[0] += pause
+        assert retried(worker) == [f"{MODEL}:2"]
+        assert list(worker.owner.residents()) == [other]
+    assert "3 attempts" in error_of(worker.handle(2, "optim_step"))
+    assert f"{MODEL}:3" in [request_id for _, request_id, _ in worker.dispatched], "its turn has come"
+    assert list(worker.owner.residents()) == [other]
 
 
 def test_a_restore_that_breaks_the_whole_backend_counts_as_the_end_of_its_worker(
@@ -262,10 +346,8 @@ def test_a_snapshot_that_was_replaced_while_it_was_fetched_is_not_lost(
 
 
 def test_a_model_that_cannot_be_restored_is_tried_once_in_a_pause_and_none_of_its_calls_is_lost(
-    replay_due: World, monkeypatch: pytest.MonkeyPatch
+    replay_due: World, now: list[float], monkeypatch: pytest.MonkeyPatch
 ):
-    now = [1000.0]
-    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for seq in (3, 4):
         replay_due.admit(seq, step()[0])
     worker, tries = replay_due.worker("b/1"), list[str]()
@@ -281,22 +363,17 @@ def test_a_model_that_cannot_be_restored_is_tried_once_in_a_pause_and_none_of_it
             assert worker.handle(1) is not None, "the message of an Op that has ended"
             assert not replay_due.client.exists(keys.lease(MODEL)), "another worker may be nearer to the store"
 
-    def retry() -> list[str]:
-        worker.dispatched.clear()
-        worker.retry_backoff.retry_due()
-        return [request_id for _, request_id, _ in worker.dispatched]
-
     with monkeypatch.context() as outage:
         outage.setattr(worker.owner, "_restore", away)
         arrive()
         assert len(tries) == 1
         for failed, pause in enumerate([2.0, 4.0], 2):
             now[0] += pause
-            assert retry() == [f"{MODEL}:2"]
+            assert retried(worker) == [f"{MODEL}:2"]
             arrive()
             assert len(tries) == failed, "its retry alone is tried"
     now[0] += 8.0
-    assert retry() == [f"{MODEL}:2"]
+    assert retried(worker) == [f"{MODEL}:2"]
     worker.handle(2, "optim_step")
     assert [request_id for _, request_id, _ in worker.dispatched[1:]] == [f"{MODEL}:{seq}" for seq in (2, 3, 4)]
 

@@ -23,8 +23,9 @@ from torch import Tensor
 from app.domain import losses
 from app.domain.losses import FUNCTION, CustomLoss, LossCall
 from app.domain.ops import Batch
-from app.errors import UserOpError
+from app.errors import NoMemory, UserOpError
 from workers.backends.devices import moved
+from workers.backends.failures import ran_out_of_memory
 from workers.backends.training.losses.custom_budget import MAX_WORK, Budget
 
 _LONGEST_TEXT = 300
@@ -57,7 +58,8 @@ class CustomLossRun:
         """Returns (losses [n], each metric [n], gradient [n, L, K]) on the device of `logprobs`.
 
         `logprobs` are fp32 [n, L, K] with padding. A datum that fails has a loss of NaN and no gradient; `explain`
-        gives the reason. The host waits for the logprobs, and not for the copies back.
+        gives the reason. The host waits for the logprobs, and not for the copies back. Raises the
+        allocator's error where memory runs out.
         """
         host = logprobs.detach().cpu()
         gradient = torch.zeros_like(host)
@@ -75,9 +77,18 @@ class CustomLossRun:
         return losses, dict(zip(self.metrics, metrics, strict=True)), moved(gradient, logprobs.device)
 
     def explain(self, datum: int, logprobs: Tensor) -> None:
-        """Raises the UserOpError that made a datum fail; `logprobs` are those of the Op, end to end."""
+        """Raises the UserOpError that made a datum fail; `logprobs` are those of the Op, end to end. Raises NoMemory if
+        memory runs out before the reason is found again."""
         start, stop = self._starts[datum : datum + 2]
-        self.differentiate(datum, logprobs[start:stop].detach().cpu().reshape(self._shapes[datum]))
+        try:
+            self.differentiate(datum, logprobs[start:stop].detach().cpu().reshape(self._shapes[datum]))
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out_of_memory(error):
+                raise
+            raise NoMemory(
+                f"datum {datum}: the custom loss {self._loss.name} fails, and memory ran out before the reason was "
+                "found. The model is unchanged; send the batch again"
+            ) from None
 
     def differentiate(self, datum: int, logprobs: Tensor) -> DatumValue:
         """Computes the loss and gradient of a datum. Raises UserOpError naming the datum and the node that failed."""
@@ -118,10 +129,13 @@ def _differentiate(custom: CustomLoss, leaf: Tensor, inputs: Sequence[Tensor]) -
 
 @contextmanager
 def _blaming(node: str, what: str) -> Iterator[None]:
-    """Turns any error into _NodeFailed: a client's graph may make torch raise anything, and the graph is at fault."""
+    """Turns any error into _NodeFailed: a client's graph may make torch raise anything, and the graph is at fault. It
+    is not where memory ran out, since the budget bounds the memory of a datum."""
     try:
         yield
     except Exception as error:
+        if ran_out_of_memory(error):
+            raise
         text = str(error).partition("\n")[0][:_LONGEST_TEXT] or "no reason given"
         raise _NodeFailed(f"node {node} ({what}): {type(error).__name__}: {text}") from None
 

@@ -171,7 +171,9 @@ def test_a_long_journal_of_an_ended_model_is_deleted_in_slices_and_all_its_calls
 
 def test_the_loads_of_a_long_journal_are_read_in_slices(oplog, client):
     fill(client, LONG)
-    assert RedisLifecycle(client, EngineSettings()).loads(MODEL) == list(range(0, LONG + 1, 500))
+    assert list(RedisLifecycle(client, EngineSettings()).loads([MODEL])) == [
+        (MODEL, seq) for seq in range(0, LONG + 1, 500)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["forward_backward", "forward"])

@@ -301,10 +301,12 @@ def test_a_full_models_holder_is_known_as_one_and_its_ops_wait_for_trainers_of_t
 
 
 def test_the_loads_of_a_journal_are_its_creation_and_its_load_weights(lifecycle, oplog):
+    other = f"{SESSION}:train:1"
+    oplog.create_model(other, dump(Model("me", SESSION, "base", 0.0)))
+    oplog.admit(other, 0, "create_model", b"payload", "digest")
     for seq, kind in enumerate(("create_model", "forward_backward", "load_weights", "optim_step")):
         admit(oplog, seq, kind)
-    assert lifecycle.loads(MODEL) == [0, 2]
-    assert lifecycle.loads("unknown") == []
+    assert list(lifecycle.loads([MODEL, "unknown", other])) == [(MODEL, 0), (MODEL, 2), (other, 0)]
 
 
 def test_only_what_was_unreferenced_every_time_for_long_is_overdue(client, lifecycle):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx.node import _get_qualified_name
 
 from app.domain import losses as names
-from app.errors import UserOpError
+from app.errors import NoMemory, UserOpError
 from tests.custom_losses import DPO_RANKS, SDFT_RANKS, dpo, handle, parsed, sdft
 from tests.unit.workers.backends.training.losses.custom_graphs import (
     INDEX,
@@ -308,6 +308,18 @@ def test_a_loss_that_cannot_be_computed_says_at_which_datum_and_node(case: str) 
     assert found.evaluate(np.array([1]), LOGPROBS[None, :, None])[0].isnan().all()
     with pytest.raises(UserOpError, match=f"datum 1: the custom loss mine fails: .*{why}.* The model is unchanged"):
         found.explain(1, LOGPROBS.repeat(2))
+
+
+def test_memory_that_is_short_is_no_fault_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Tensor) -> NoReturn:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
+
+    monkeypatch.setitem(METHODS, "exp", full)
+    found = run(parsed(lambda logprobs: (logprobs.exp().sum(), {}), {"logprobs": 1}), INPUTS)
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        found.evaluate(np.array([0]), LOGPROBS[None, :, None])
+    with pytest.raises(NoMemory):
+        found.explain(0, LOGPROBS)
 
 
 def test_integer_inputs_stay_integers_and_scalars_have_no_dimension() -> None:
