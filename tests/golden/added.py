@@ -67,8 +67,8 @@ CHANGED: dict[str, dict[str, Any]] = {
         # An unknown field is refused.
         "schemas LoraConfig": "d68509e3164670cdcc2713a5b7ee600249a6929c81dc4df2ed07691200c8d43d",
         "schemas Adam": "50b2ca46332a2cc39d9501eb56f510127d141c95a13a4be0dafca3f7e111a3d8",
-        # A message can have the field reasoning.
-        "schemas Message": "8c035916e210235250c77486131aba2968a3ccb74cf10b8d49f80d220d22058c",
+        # A message can have the fields reasoning, parsed, and function_call with null.
+        "schemas Message": "74f98650beaf5085596b8a31ecaa5b1a90c272411cfbd957008d83eb95a86a18",
         # Both can ask for token ids.
         "schemas Completion": "e8be5d4239aa4dd60915626069e0ecea8fb199969307360003e6c4b0e54f7387",
         # parallel_tool_calls can be false, response_format a JSON schema; chat_template_kwargs, reasoning_effort.

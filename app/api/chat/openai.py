@@ -131,6 +131,9 @@ class Message(Counted):
     refusal = Ignored(allow_none=True)
     annotations = Ignored(allow_none=True)
     audio = Unsupported(None)
+    function_call = Unsupported(None)
+    # The client's `parse` adds it: the value of the JSON that `content` has.
+    parsed = Ignored(allow_none=True)
 
 
 class NamedFormat(Nullable):
