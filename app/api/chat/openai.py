@@ -164,6 +164,7 @@ class ChatCompletion(Request):
     parallel_tool_calls = fields.Boolean(load_default=True)
     response_format = fields.Nested(ResponseFormat, load_default=lambda: ResponseFormat().load({"type": "text"}))
     chat_template_kwargs = fields.Dict(load_default=dict)
+    separate_reasoning = fields.Boolean(load_default=True)
     modalities = Unsupported(["text"])
     functions = Unsupported([])
     function_call = Unsupported("none")

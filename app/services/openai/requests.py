@@ -43,7 +43,8 @@ class Sampling:
 class Chat:
     """A conversation with a model. `messages` and `tools` have OpenAI's form. Without `parallel`, the first tool call
     of an answer is kept. `prefill` is the beginning of the answer. `variables`: further variables of the template.
-    `effort`: its `reasoning_effort`. `is_json`: the answer follows a JSON schema."""
+    `effort`: its `reasoning_effort`. `is_json`: the answer follows a JSON schema. Without `separate`, the thoughts
+    stay in the text of the answer."""
 
     model: str
     messages: Sequence[Mapping[str, Any]]
@@ -53,6 +54,7 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)
     effort: str | None = None
     is_json: bool = False
+    separate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +88,22 @@ class Target:
 
     def parsing(self, chat: Chat, text: str) -> ParseOptions:
         """How to read the answer to a conversation with a prompt of this text. Tool calls are read if the template
-        teaches a known form of them."""
+        teaches a known form of them. Raises BadRequest if thoughts on a channel of their own are to stay in the
+        text."""
         if chat.is_json:
             return ParseOptions()
         if self._in_harmony(chat):
+            if not chat.separate:
+                raise BadRequest(
+                    "separate_reasoning must be true for this model, whose thoughts are messages of their own; leave "
+                    "it out"
+                )
             harmony = HarmonyOptions.of(text + chat.prefill, calls=bool(chat.tools))
             return ParseOptions(parallel=chat.parallel, harmony=harmony)
         template = self.tokenizer.template(chat.tools)
         form = format_of(template) if chat.tools else None
         tools = OfferedTools(form, chat.tools) if form else None
-        return ParseOptions(thoughts_of(template, text, chat.prefill), tools, chat.parallel)
+        return ParseOptions(thoughts_of(template, text, chat.prefill), tools, chat.parallel, chat.separate)
 
     def chat_request(self, chat: Chat, sampling: Sampling, prompt: ModelInput) -> SampleRequest:
         """A checked request for an answer in a conversation. Raises BadRequest. The tokens that end an answer in

@@ -136,6 +136,7 @@ class OpenAiService:
             variables=asked["chat_template_kwargs"],
             effort=asked["reasoning_effort"],
             is_json=bool(schema),
+            separate=asked["separate_reasoning"],
         )
         sampling = _sampling(asked, most, asked["top_logprobs"], schema)
         options = Options(scores=asked["logprobs"], ids=asked["return_token_ids"])

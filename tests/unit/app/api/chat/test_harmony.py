@@ -179,6 +179,13 @@ def test_json_is_a_final_message_without_thoughts(openai: OpenAi, anthropic: Ant
     assert anthropic.prompt().endswith(f"{END}<|channel|>final<|message|>")
 
 
+def test_thoughts_on_a_channel_of_their_own_stay_separate(openai: OpenAi):
+    say(openai.standin, THOUGHT + FINAL)
+    assert openai.chat(separate_reasoning=True)["choices"][0]["message"]["reasoning_content"] == "hm"
+    refused = openai.post("chat/completions", messages=ASK, separate_reasoning=False)
+    assert (refused.status_code, "separate_reasoning must be true" in refused.text) == (400, True), refused.text
+
+
 def test_the_effort_is_a_variable_of_the_template(openai: OpenAi, anthropic: Anthropic):
     say(openai.standin, FINAL)
     asked = [{}, {"reasoning_effort": "high"}, {"reasoning_effort": None}]
