@@ -73,7 +73,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "schemas Completion": "e8be5d4239aa4dd60915626069e0ecea8fb199969307360003e6c4b0e54f7387",
         # parallel_tool_calls can be false, response_format a JSON schema; chat_template_kwargs, reasoning_effort,
         # separate_reasoning.
-        "schemas ChatCompletion": "dffad6a12b5dbbcec322e9862ee8e8758e7542c76b6e4bef401117e99de3dff7",
+        "schemas ChatCompletion": "1bd9e61d15b7d3cf7c881efdaf2465c3be9639724d4e276787a592d5ed4a812e",
         # Their answers in JSON are described, with an example.
         "post /api/v1/retrieve_future": "d2fd7fe87ee6012cda53fe44333725649f6c0e2ecf00daaf559e9647d7746c8d",
         "post /oai/api/v1/chat/completions": "abd5990d5f58a47caa0083cb968475addef6a51177cfaf8c732c90ff35081377",

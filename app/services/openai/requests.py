@@ -21,6 +21,17 @@ from app.settings import LimitSettings
 from app.wire.bodies import model_input
 from app.wire.images import ModelInput, text_input
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+Effort = str | float
+"""How much a model thinks, by one of these names or from 0 to 1; which of them it knows is up to its template."""
+
+
+def is_effort(value: Any) -> bool:
+    """True for an Effort."""
+    if isinstance(value, str):
+        return value in EFFORTS
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -52,7 +63,7 @@ class Chat:
     parallel: bool = True
     prefill: str = ""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    effort: str | None = None
+    effort: Effort | None = None
     is_json: bool = False
     separate: bool = True
 

@@ -27,7 +27,8 @@ END = "<|start|>assistant"
 def template() -> str:
     """A template with the fields, and the refusal, of those of gpt-oss."""
     return (
-        "Effort: {{ reasoning_effort or 'medium' }}\n{% set last = namespace(name='') %}"
+        "Effort: {% if adds %}{{ '' + reasoning_effort }}{% endif %}{{ reasoning_effort or 'medium' }}\n"
+        "{% set last = namespace(name='') %}"
         "{% for message in messages %}{% if message.role == 'tool' %}"
         "<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>"
         "{{ message.content | tojson }}<|end|>"
@@ -188,9 +189,15 @@ def test_thoughts_on_a_channel_of_their_own_stay_separate(openai: OpenAi):
 
 def test_the_effort_is_a_variable_of_the_template(openai: OpenAi, anthropic: Anthropic):
     say(openai.standin, FINAL)
-    asked = [{}, {"reasoning_effort": "high"}, {"reasoning_effort": None}]
+    asked = {None: "medium", "high": "high", "max": "max", 0.25: "0.25", 1: "1.0"}
     efforts = []
-    for more in asked:
-        openai.chat(**more)
+    for effort in asked:
+        openai.chat(reasoning_effort=effort)
         efforts.append(anthropic.prompt().partition("\n")[0])
-    assert efforts == ["Effort: medium", "Effort: high", "Effort: medium"]
+    assert efforts == [f"Effort: {effort}" for effort in asked.values()]
+
+
+def test_a_template_that_adds_names_refuses_a_number(openai: OpenAi):
+    say(openai.standin, FINAL)
+    refused = openai.post("chat/completions", messages=ASK, reasoning_effort=0.5, chat_template_kwargs={"adds": True})
+    assert (refused.status_code, "chat template cannot take" in refused.text) == (400, True), refused.text
