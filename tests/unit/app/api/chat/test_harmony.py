@@ -197,6 +197,16 @@ def test_the_effort_is_a_variable_of_the_template(openai: OpenAi, anthropic: Ant
     assert efforts == [f"Effort: {effort}" for effort in asked.values()]
 
 
+def test_the_effort_of_anthropics_clients_is_one_that_the_model_knows(anthropic: Anthropic):
+    say(anthropic.standin, FINAL)
+    asked = {None: "medium", "low": "low", "high": "high", "xhigh": "high", "max": "high"}
+    efforts = []
+    for effort in asked:
+        anthropic.message(output_config={"effort": effort})
+        efforts.append(anthropic.prompt().partition("\n")[0])
+    assert efforts == [f"Effort: {effort}" for effort in asked.values()]
+
+
 def test_a_template_that_adds_names_refuses_a_number(openai: OpenAi):
     say(openai.standin, FINAL)
     refused = openai.post("chat/completions", messages=ASK, reasoning_effort=0.5, chat_template_kwargs={"adds": True})
