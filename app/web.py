@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
-from flask import Flask
+from flask import Blueprint, Flask
 from flask_smorest import Api
 
 from app.api import (
@@ -107,6 +107,9 @@ def _add_routes(app: Flask) -> errors.TinsmithApi:
     api = errors.TinsmithApi(app)
     with app.app_context():
         register_blueprints(api)
+    # Not by the Api: its document describes each route once.
+    earlier = cast(Blueprint, anthropic.blueprint)
+    app.register_blueprint(earlier, name="anthropic_earlier", url_prefix=anthropic.EARLIER_PREFIX)
     return api
 
 

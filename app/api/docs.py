@@ -25,7 +25,7 @@ GROUPS = {
     "Downloads and uploads": "Files of checkpoints, most of them behind signed URLs, and adapters trained elsewhere.",
     "Account": "The caller's key, its limits, and the usage and audit log of its projects.",
     "OpenAI": "Completions and chats for OpenAI's clients.",
-    "Anthropic": "Messages for Anthropic's clients.",
+    "Anthropic": "Messages for Anthropic's clients. The same routes are also below /anthropic/v1.",
     "Tokenizers": "Files of tokenizers for clients that have HF_ENDPOINT set to this server.",
     "Operations": "Readiness and metrics for operators. They need no key.",
 }

@@ -144,7 +144,12 @@ MESSAGE = Example(
         "content": [{"type": "text", "text": "Rome."}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
-        "usage": {"input_tokens": 27, "output_tokens": 3},
+        "usage": {
+            "input_tokens": 27,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 3,
+        },
     },
 )
 COUNT = Example(_CONVERSATION, {"input_tokens": 27})

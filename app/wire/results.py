@@ -127,6 +127,7 @@ def decode_sample(body: bytes) -> SampleOutput:
         tuple(_read_sequence(sequence) for sequence in message.sequences),
         None if scores is None else np.frombuffer(scores, "<f4"),
         prompt_top=_read_top(message.topk_prompt_logprobs) if message.HasField("topk_prompt_logprobs") else None,
+        cached_tokens=message.prompt_cache_hit_tokens,
     )
 
 

@@ -25,7 +25,7 @@ GREEDY: dict[str, Any] = {"model": BASE, "messages": ASK, "max_tokens": 24, "ext
 
 @pytest.fixture(scope="module")
 def client(stack: Stack) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=f"{stack.url}/anthropic", api_key=API_KEY, max_retries=0) as client:
+    with anthropic.Anthropic(base_url=f"{stack.url}/anthropic/api", api_key=API_KEY, max_retries=0) as client:
         yield client
 
 

@@ -71,12 +71,13 @@ CHANGED: dict[str, dict[str, Any]] = {
         # An unknown field is refused.
         "schemas LoraConfig": "d68509e3164670cdcc2713a5b7ee600249a6929c81dc4df2ed07691200c8d43d",
         "schemas Adam": "50b2ca46332a2cc39d9501eb56f510127d141c95a13a4be0dafca3f7e111a3d8",
-        # A message can have the field reasoning.
-        "schemas Message": "8c035916e210235250c77486131aba2968a3ccb74cf10b8d49f80d220d22058c",
+        # A message can have the fields reasoning, parsed, and function_call with null.
+        "schemas Message": "74f98650beaf5085596b8a31ecaa5b1a90c272411cfbd957008d83eb95a86a18",
         # Both can ask for token ids.
         "schemas Completion": "e8be5d4239aa4dd60915626069e0ecea8fb199969307360003e6c4b0e54f7387",
-        # parallel_tool_calls can be false, response_format a JSON schema; chat_template_kwargs, reasoning_effort.
-        "schemas ChatCompletion": "172d34add7b9a1f3d4e642fb5daee81d3ae83f3ad753c1940448d520fb9ca381",
+        # parallel_tool_calls can be false, response_format a JSON schema; chat_template_kwargs, reasoning_effort,
+        # separate_reasoning.
+        "schemas ChatCompletion": "1bd9e61d15b7d3cf7c881efdaf2465c3be9639724d4e276787a592d5ed4a812e",
         # Their answers in JSON are described, with an example.
         "post /api/v1/retrieve_future": "d2fd7fe87ee6012cda53fe44333725649f6c0e2ecf00daaf559e9647d7746c8d",
         "post /oai/api/v1/chat/completions": "abd5990d5f58a47caa0083cb968475addef6a51177cfaf8c732c90ff35081377",
@@ -131,19 +132,19 @@ ADDED: dict[str, set[str]] = {
         *(f"worker: tinsmith_{name}" for name in _WORKER_METRICS),
     },
     "openapi": {
-        "get /anthropic/v1/models",
-        "get /anthropic/v1/models/{model}",
+        "get /anthropic/api/v1/models",
+        "get /anthropic/api/v1/models/{model}",
         "get /api/v1/billing/usage/runs",
         "get /api/v1/captures",
         "delete /api/v1/captures",
         "get /api/v1/public_archives/{run}/{kind}/{name}",
         "get /oai/api/v1/models/{model}",
-        "parameters /anthropic/v1/models/{model}",
+        "parameters /anthropic/api/v1/models/{model}",
         "parameters /api/v1/public_archives/{run}/{kind}/{name}",
         "parameters /api/v1/uploads/{most_bytes}/{key}",
         "parameters /oai/api/v1/models/{model}",
-        "post /anthropic/v1/messages",
-        "post /anthropic/v1/messages/count_tokens",
+        "post /anthropic/api/v1/messages",
+        "post /anthropic/api/v1/messages/count_tokens",
         "post /api/v1/checkpoints/search",
         "post /api/v1/external_weights_upload_finish",
         "post /api/v1/external_weights_upload_start",

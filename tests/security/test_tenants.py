@@ -21,7 +21,7 @@ from tests.fuzz.test_odd_values import BATCH, bodies
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import API, BASE, KEY, Api
 
-OPENAI, ANTHROPIC = "/oai/api/v1", "/anthropic/v1"
+OPENAI, ANTHROPICS = "/oai/api/v1", ("/anthropic/api/v1", "/anthropic/v1")
 OF_CONNECTIONS = {"HELLO", "CLIENT", "PING", "PUBLISH"}
 """Commands by which a client opens a connection, and the one by which a thread sends the task events of earlier calls.
 Calls themselves publish in scripts."""
@@ -32,6 +32,7 @@ NO_IDS = {
     "POST /api/v1/external_weights_upload_start",
     "GET /api/v1/get_server_capabilities",
     "GET /oai/api/v1/models",
+    "GET /anthropic/api/v1/models",
     "GET /anthropic/v1/models",
     "GET /api/v1/training_runs",
     "GET /api/v1/checkpoints",
@@ -114,9 +115,9 @@ def calls(api: Api) -> dict[str, Call]:
         f"GET {OPENAI}/models/<path:model>": Call(None, {"path:model": sampled["model"]}),
         f"POST {OPENAI}/completions": Call({**sampled, "prompt": "a"}, {}),
         f"POST {OPENAI}/chat/completions": Call(chat, {}),
-        f"GET {ANTHROPIC}/models/<path:model>": Call(None, {"path:model": sampled["model"]}),
-        f"POST {ANTHROPIC}/messages": Call({**chat, "max_tokens": 5}, {}),
-        f"POST {ANTHROPIC}/messages/count_tokens": Call(chat, {}),
+        **{f"GET {prefix}/models/<path:model>": Call(None, {"path:model": sampled["model"]}) for prefix in ANTHROPICS},
+        **{f"POST {prefix}/messages": Call({**chat, "max_tokens": 5}, {}) for prefix in ANTHROPICS},
+        **{f"POST {prefix}/messages/count_tokens": Call(chat, {}) for prefix in ANTHROPICS},
     }
 
 
@@ -284,5 +285,5 @@ def path_of(label: str, names: dict[str, str]) -> str:
     path = label.partition("#")[0].split()[1]
     for name, value in names.items():
         path = path.replace(f"<{name}>", value)
-    assert path.startswith((API, OPENAI, ANTHROPIC))
+    assert path.startswith((API, OPENAI, *ANTHROPICS))
     return path

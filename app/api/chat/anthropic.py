@@ -24,9 +24,12 @@ from app.services.sampling import MAX_STOPS
 blueprint = make(
     "anthropic",
     "Anthropic",
-    prefix=f"{errors.ANTHROPIC}/v1",
+    prefix=f"{errors.ANTHROPIC}/api/v1",
     parameters={"model": "an id from the list of models"},
 )
+
+EARLIER_PREFIX = f"{errors.ANTHROPIC}/v1"
+"""The same routes are below it, for clients that were set up before the prefix was that of the hosted service."""
 
 # Claude Code sends it with every message.
 _KEEPS_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}

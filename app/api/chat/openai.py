@@ -24,6 +24,7 @@ from app.api.chat.base import (
     gone,
 )
 from app.api.examples import CHAT, COMPLETION
+from app.services.openai.requests import EFFORTS, Effort, is_effort
 from app.services.openai.service import Answer
 from app.services.openai.tokenizer import RENDERED
 
@@ -42,7 +43,6 @@ MAX_VARIABLES = 20
 MAX_NUMBER = 10_000
 MAX_TEXT = 1000
 MAX_FIELD = 64
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 class StreamOptions(Counted):
@@ -131,6 +131,9 @@ class Message(Counted):
     refusal = Ignored(allow_none=True)
     annotations = Ignored(allow_none=True)
     audio = Unsupported(None)
+    function_call = Unsupported(None)
+    # The client's `parse` adds it: the value of the JSON that `content` has.
+    parsed = Ignored(allow_none=True)
 
 
 class NamedFormat(Nullable):
@@ -150,6 +153,19 @@ class ResponseFormat(Nullable):
             raise ValidationError("Goes with the type json_schema, and only with it.", "json_schema")
 
 
+class EffortField(fields.Field[Any]):
+    """A name of EFFORTS, or a number, which becomes a float."""
+
+    def __init__(self) -> None:
+        kinds = [{"type": "string", "enum": list(EFFORTS)}, {"type": "number", "minimum": 0, "maximum": 1}]
+        super().__init__(load_default=None, metadata={"anyOf": kinds})
+
+    def _deserialize(self, value: Any, attr: str | None, data: Mapping[str, Any] | None, **kwargs: Any) -> Effort:
+        if not is_effort(value):
+            raise ValidationError(f"Must be {', '.join(EFFORTS)} or a number from 0 to 1.")
+        return value if isinstance(value, str) else float(value)
+
+
 class ChatCompletion(Request):
     messages = FirstWrong(fields.Nested(Message), MAX_MESSAGES, required=True, validate=validate.Length(1))
     max_tokens = fields.Integer(strict=True, load_default=None, validate=validate.Range(1))
@@ -161,12 +177,13 @@ class ChatCompletion(Request):
     parallel_tool_calls = fields.Boolean(load_default=True)
     response_format = fields.Nested(ResponseFormat, load_default=lambda: ResponseFormat().load({"type": "text"}))
     chat_template_kwargs = fields.Dict(load_default=dict)
+    separate_reasoning = fields.Boolean(load_default=True)
     modalities = Unsupported(["text"])
     functions = Unsupported([])
     function_call = Unsupported("none")
     audio = Unsupported()
     prediction = Unsupported()
-    reasoning_effort = fields.String(load_default=None, validate=validate.OneOf(EFFORTS))
+    reasoning_effort = EffortField()
     verbosity = Unsupported()
     web_search_options = Unsupported()
 

@@ -65,7 +65,13 @@ def _message(head: AnswerHead) -> dict[str, Any]:
 
 
 def _usage(used: Usage) -> dict[str, int]:
-    return {"input_tokens": used.prompt, "output_tokens": used.sampled}
+    """`input_tokens` are those outside the cache: the sum of all three kinds is the prompt."""
+    return {
+        "input_tokens": used.prompt - used.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": used.cached,
+        "output_tokens": used.sampled,
+    }
 
 
 def _end(last: Delta, calls: list[ToolCall]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from app.errors import BadRequest
 from app.services.openai.json_schema import checked_schema
-from app.services.openai.requests import Chat, Sampling
+from app.services.openai.requests import Chat, Effort, Sampling, is_effort
 
 _FIELDS = {
     "text": {"text", "citations"},
@@ -46,7 +46,23 @@ def chat_of(asked: Mapping[str, Any]) -> Chat:
     tools = [] if choice["type"] == "none" else [_tool(tool) for tool in asked["tools"]]
     variables = {"enable_thinking": thinks(asked)}
     parallel, is_json = not choice["disable_parallel_tool_use"], asked["output_config"]["format"] is not None
-    return Chat(asked["model"], messages, tools, parallel, prefill, variables, is_json=is_json)
+    return Chat(
+        asked["model"],
+        messages,
+        tools,
+        parallel,
+        prefill,
+        variables,
+        effort=_effort(asked["output_config"]),
+        needs_effort=False,
+        is_json=is_json,
+    )
+
+
+def _effort(output_config: Mapping[str, Any]) -> Effort | None:
+    """The effort that a request asks for. Claude Code always sends one, so an unknown one is left out."""
+    effort = output_config.get("effort")
+    return effort if is_effort(effort) else None
 
 
 def thinks(asked: Mapping[str, Any]) -> bool:

@@ -37,11 +37,13 @@ def thoughts_of(template: str, text: str, prefill: str) -> Thoughts:
 @dataclass(frozen=True, slots=True)
 class ParseOptions:
     """How an answer is read. With `tools` its text is searched for calls of them. Without `parallel`, the first call of
-    an answer is kept. An answer in harmony has `harmony` instead of `thoughts` and `tools`."""
+    an answer is kept. Without `separate`, the thoughts stay in the text, with their tags. An answer in harmony has
+    `harmony` instead of `thoughts` and `tools`."""
 
     thoughts: Thoughts = Thoughts.NONE
     tools: OfferedTools | None = None
     parallel: bool = True
+    separate: bool = True
     harmony: HarmonyOptions | None = None
 
     @property
@@ -77,25 +79,30 @@ class AnswerText:
 
 
 class TaggedText:
-    """Separates thoughts at the beginning of an answer and tool calls at its end from the text."""
+    """Separates thoughts at the beginning of an answer, unless they stay in the text, and tool calls at its end from
+    the text."""
 
     def __init__(self, options: ParseOptions) -> None:
-        self._thoughts = ThoughtText(options.thoughts)
+        self._separate = options.separate
+        self._thoughts = (ThoughtText if options.separate else UncutThoughts)(options.thoughts)
         self._tools = ToolText(options.tools) if options.tools else None
 
     def push(self, text: str) -> tuple[str, str]:
         """Adds text, and returns the (thoughts, text) that are certain by now."""
         thoughts, text = self._thoughts.push(text)
-        return thoughts, self._tools.push(text) if self._tools else text
+        return self._shown(thoughts, self._tools.push(text) if self._tools else text)
 
     def finish(self) -> tuple[str, str, list[ToolCall]]:
         """The rest of (thoughts, text), and the calls."""
         thoughts, text = self._thoughts.finish()
         if self._tools is None:
-            return thoughts, text, []
+            return *self._shown(thoughts, text), []
         text = self._tools.push(text)
         more, calls = self._tools.finish()
-        return thoughts, text + more, calls
+        return *self._shown(thoughts, text + more), calls
+
+    def _shown(self, thoughts: str, text: str) -> tuple[str, str]:
+        return (thoughts, text) if self._separate else ("", thoughts + text)
 
 
 class ThoughtText:
@@ -158,3 +165,42 @@ class ThoughtText:
         shown, self._kept = self._kept.lstrip("\n") if self._at_start else self._kept, ""
         self._at_start = self._at_start and not shown
         return shown
+
+
+class UncutThoughts:
+    """Separates thoughts from the text after them, and keeps every character: their tags, and all white space."""
+
+    def __init__(self, place: Thoughts) -> None:
+        self._place = place
+        self._kept = ""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Adds text, and returns the (thoughts, text) that are certain by now."""
+        self._kept += text
+        before = self._open() if self._place is Thoughts.TAGGED else ""
+        thoughts = before + (self._think() if self._place is Thoughts.OPENED else "")
+        if self._place is not Thoughts.NONE:
+            return thoughts, ""
+        text, self._kept = self._kept, ""
+        return thoughts, text
+
+    def finish(self) -> tuple[str, str]:
+        """The (thoughts, text) that might have become a tag."""
+        return (self._kept, "") if self._place is Thoughts.OPENED else ("", self._kept)
+
+    def _open(self) -> str:
+        """The white space before the tag or the text."""
+        begun = self._kept.lstrip()
+        space, self._kept = self._kept[: len(self._kept) - len(begun)], begun
+        if begun.startswith(_OPEN):
+            self._place = Thoughts.OPENED
+        elif not _OPEN.startswith(begun):
+            self._place = Thoughts.NONE
+        return space
+
+    def _think(self) -> str:
+        found = self._kept.find(_CLOSE)
+        upto = found + len(_CLOSE) if found >= 0 else len(self._kept) - held_back(self._kept, [_CLOSE])
+        thoughts, self._kept = self._kept[:upto], self._kept[upto:]
+        self._place = Thoughts.NONE if found >= 0 else Thoughts.OPENED
+        return thoughts

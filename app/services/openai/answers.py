@@ -28,14 +28,15 @@ class AnswerHead:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The tokens of a call's prompts, and those sampled."""
+    """The tokens of a call's prompts, those sampled, and those of the prompts that were not computed again."""
 
     prompt: int
     sampled: int
+    cached: int
 
 
 Count = Callable[[], Usage]
-"""Returns the usage of a call. The sampled tokens are all counted after the last delta."""
+"""Returns the usage of a call. The sampled and the cached tokens are all counted after the last delta."""
 
 
 class Form(Protocol):

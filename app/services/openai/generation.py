@@ -64,7 +64,8 @@ class Options:
 
 
 class Choices:
-    """The choices of one prompt. `sampled_tokens` and `sequences` are final once the request has `ended`."""
+    """The choices of one prompt. `sampled_tokens`, `cached_tokens` (of the prompt, not computed again) and `sequences`
+    are final once the request has `ended`."""
 
     def __init__(
         self, tokenizer: BaseTokenizer, request: SampleRequest, asked: Asked, first: int, options: Options
@@ -81,7 +82,7 @@ class Choices:
         self._begin = 0
         self._begun: set[int] = set()
         self.prompt_tokens = len(self._prompt)
-        self.sampled_tokens = 0
+        self.sampled_tokens = self.cached_tokens = 0
         self.sequences: Sequence[SampledSequence] = ()
         self.ended = False
 
@@ -105,6 +106,7 @@ class Choices:
 
     def _ended(self, output: SampleOutput) -> Iterator[Delta]:
         self.ended, self.sequences = True, () if self._options.hidden else output.sequences
+        self.cached_tokens = output.cached_tokens
         if self._options.echo and self._options.scores:
             yield from self._echo(output.prompt_logprobs, output.prompt_top)
         for index, sequence in enumerate(output.sequences):

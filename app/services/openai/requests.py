@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +21,29 @@ from app.services.validation import check_reads_images
 from app.settings import LimitSettings
 from app.wire.bodies import model_input
 from app.wire.images import ModelInput, text_input
+
+_EFFORT = "reasoning_effort"
+"""The variable of templates."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_ABOVE_HIGH = ("max", "xhigh")
+Effort = str | float
+"""How much a model thinks, by one of these names or from 0 to 1; which of them it knows is up to its template."""
+
+
+def is_effort(value: Any) -> bool:
+    """True for an Effort."""
+    if isinstance(value, str):
+        return value in EFFORTS
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def known_effort(template: str, effort: Effort) -> Effort:
+    """The effort. One above high that the template does not name becomes another one above high, or high if the
+    template names none, as that of gpt-oss."""
+    if effort not in _ABOVE_HIGH:
+        return effort
+    names = (str(effort), *_ABOVE_HIGH)
+    return next((name for name in names if f"'{name}'" in template or f'"{name}"' in template), "high")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +67,8 @@ class Sampling:
 class Chat:
     """A conversation with a model. `messages` and `tools` have OpenAI's form. Without `parallel`, the first tool call
     of an answer is kept. `prefill` is the beginning of the answer. `variables`: further variables of the template.
-    `effort`: its `reasoning_effort`. `is_json`: the answer follows a JSON schema."""
+    `effort`: its `reasoning_effort`. Without `needs_effort`, a template that does not take this one gets the nearest or
+    none. `is_json`: the answer follows a JSON schema. Without `separate`, the thoughts stay in its text."""
 
     model: str
     messages: Sequence[Mapping[str, Any]]
@@ -51,8 +76,10 @@ class Chat:
     parallel: bool = True
     prefill: str = ""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    effort: str | None = None
+    effort: Effort | None = None
+    needs_effort: bool = True
     is_json: bool = False
+    separate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +113,22 @@ class Target:
 
     def parsing(self, chat: Chat, text: str) -> ParseOptions:
         """How to read the answer to a conversation with a prompt of this text. Tool calls are read if the template
-        teaches a known form of them."""
+        teaches a known form of them. Raises BadRequest if thoughts on a channel of their own are to stay in the
+        text."""
         if chat.is_json:
             return ParseOptions()
         if self._in_harmony(chat):
+            if not chat.separate:
+                raise BadRequest(
+                    "separate_reasoning must be true for this model, whose thoughts are messages of their own; leave "
+                    "it out"
+                )
             harmony = HarmonyOptions.of(text + chat.prefill, calls=bool(chat.tools))
             return ParseOptions(parallel=chat.parallel, harmony=harmony)
         template = self.tokenizer.template(chat.tools)
         form = format_of(template) if chat.tools else None
         tools = OfferedTools(form, chat.tools) if form else None
-        return ParseOptions(thoughts_of(template, text, chat.prefill), tools, chat.parallel)
+        return ParseOptions(thoughts_of(template, text, chat.prefill), tools, chat.parallel, chat.separate)
 
     def chat_request(self, chat: Chat, sampling: Sampling, prompt: ModelInput) -> SampleRequest:
         """A checked request for an answer in a conversation. Raises BadRequest. The tokens that end an answer in
@@ -133,11 +166,19 @@ class Target:
         return is_harmony(self.tokenizer.template(chat.tools))
 
     def _chat_text(self, chat: Chat) -> str:
-        variables = chat.variables
-        if chat.effort is not None:
-            if "reasoning_effort" not in self.tokenizer.template(chat.tools):
-                raise BadRequest("reasoning_effort: the chat template of this model does not read it; leave it out")
-            variables = {"reasoning_effort": chat.effort, **variables}
+        template, effort = self.tokenizer.template(chat.tools), chat.effort
+        is_read = _EFFORT in template
+        if effort is None or chat.needs_effort:
+            if effort is not None and not is_read:
+                raise BadRequest(f"{_EFFORT}: the chat template of this model does not read it; leave it out")
+            return self._rendered(chat, effort)
+        if is_read:
+            with suppress(BadRequest):  # templates may refuse the efforts that they do not know
+                return self._rendered(chat, known_effort(template, effort))
+        return self._rendered(chat, None)
+
+    def _rendered(self, chat: Chat, effort: Effort | None) -> str:
+        variables = chat.variables if effort is None else {_EFFORT: effort, **chat.variables}
         messages = for_template(chat.messages)
         if not self._in_harmony(chat):
             return self.tokenizer.chat_text(messages, chat.tools, variables)

@@ -68,7 +68,11 @@ class Answer:
         return self._form.chunks(self._head, self._deltas, self._usage)
 
     def _usage(self) -> Usage:
-        return Usage(sum(c.prompt_tokens for c in self._choices), sum(c.sampled_tokens for c in self._choices))
+        return Usage(
+            sum(choices.prompt_tokens for choices in self._choices),
+            sum(choices.sampled_tokens for choices in self._choices),
+            sum(choices.cached_tokens for choices in self._choices),
+        )
 
 
 class OpenAiService:
@@ -136,6 +140,7 @@ class OpenAiService:
             variables=asked["chat_template_kwargs"],
             effort=asked["reasoning_effort"],
             is_json=bool(schema),
+            separate=asked["separate_reasoning"],
         )
         sampling = _sampling(asked, most, asked["top_logprobs"], schema)
         options = Options(scores=asked["logprobs"], ids=asked["return_token_ids"])

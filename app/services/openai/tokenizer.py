@@ -40,6 +40,8 @@ Find = Callable[[str], Path | None]
 _KEPT = ("name", "tool_call_id")
 _IMAGE = {"type": "image"}
 """An image in a message, as chat templates take it."""
+_PARSED = "parsed_arguments"
+"""The field that OpenAI's client adds to a call beside its `arguments`; templates may write a function as a whole."""
 _SHORT_IDS = "length != 9"
 """The rule of Mistral's templates that refuses the ids of OpenAI and Anthropic, which are longer."""
 
@@ -340,4 +342,5 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
         raise BadRequest(f"{where}.function.arguments is not valid JSON") from None
-    return {**call, "function": {**function, "arguments": parsed}}
+    kept = {name: value for name, value in function.items() if name != _PARSED}
+    return {**call, "function": {**kept, "arguments": parsed}}

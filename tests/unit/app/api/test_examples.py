@@ -18,7 +18,7 @@ from tests.unit.app.conftest import API, BASE, KEY, Api, add_worker
 # Tests beside those of their routes play them.
 OF_OTHER_CLIENTS = {
     *("/oai/api/v1/chat/completions", "/oai/api/v1/completions"),
-    *("/anthropic/v1/messages", "/anthropic/v1/messages/count_tokens"),
+    *("/anthropic/api/v1/messages", "/anthropic/api/v1/messages/count_tokens"),
 }
 CONTEXT = 8192
 

@@ -40,6 +40,7 @@ ELSEWHERE = {
     "PUT /api/v1/sessions/<session_id>/project",
     "POST /oai/api/v1/completions",
     "POST /oai/api/v1/chat/completions",
+    "POST /anthropic/api/v1/messages",
     "POST /anthropic/v1/messages",
 }
 """It has tests of its own, below. The calls of other clients need a tokenizer, and are admitted as `asample` is."""

@@ -58,6 +58,7 @@ CHANGES: dict[tuple[str, str], dict[str, Any] | None] = {
     ("DELETE", "training_runs/{model}/checkpoints/weights/a"): None,
     ("POST", "/oai/api/v1/completions"): {"model": BASE, "prompt": [1]},
     ("POST", "/oai/api/v1/chat/completions"): {"model": BASE, "messages": [SAID]},
+    ("POST", "/anthropic/api/v1/messages"): {"model": BASE, "max_tokens": 1, "messages": [SAID]},
     ("POST", "/anthropic/v1/messages"): {"model": BASE, "max_tokens": 1, "messages": [SAID]},
 }
 READS: dict[tuple[str, str], dict[str, Any] | None] = {

@@ -27,7 +27,8 @@ END = "<|start|>assistant"
 def template() -> str:
     """A template with the fields, and the refusal, of those of gpt-oss."""
     return (
-        "Effort: {{ reasoning_effort or 'medium' }}\n{% set last = namespace(name='') %}"
+        "Effort: {% if adds %}{{ '' + reasoning_effort }}{% endif %}{{ reasoning_effort or 'medium' }}\n"
+        "{% set last = namespace(name='') %}"
         "{% for message in messages %}{% if message.role == 'tool' %}"
         "<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>"
         "{{ message.content | tojson }}<|end|>"
@@ -179,11 +180,34 @@ def test_json_is_a_final_message_without_thoughts(openai: OpenAi, anthropic: Ant
     assert anthropic.prompt().endswith(f"{END}<|channel|>final<|message|>")
 
 
+def test_thoughts_on_a_channel_of_their_own_stay_separate(openai: OpenAi):
+    say(openai.standin, THOUGHT + FINAL)
+    assert openai.chat(separate_reasoning=True)["choices"][0]["message"]["reasoning_content"] == "hm"
+    refused = openai.post("chat/completions", messages=ASK, separate_reasoning=False)
+    assert (refused.status_code, "separate_reasoning must be true" in refused.text) == (400, True), refused.text
+
+
 def test_the_effort_is_a_variable_of_the_template(openai: OpenAi, anthropic: Anthropic):
     say(openai.standin, FINAL)
-    asked = [{}, {"reasoning_effort": "high"}, {"reasoning_effort": None}]
+    asked = {None: "medium", "high": "high", "max": "max", 0.25: "0.25", 1: "1.0"}
     efforts = []
-    for more in asked:
-        openai.chat(**more)
+    for effort in asked:
+        openai.chat(reasoning_effort=effort)
         efforts.append(anthropic.prompt().partition("\n")[0])
-    assert efforts == ["Effort: medium", "Effort: high", "Effort: medium"]
+    assert efforts == [f"Effort: {effort}" for effort in asked.values()]
+
+
+def test_the_effort_of_anthropics_clients_is_one_that_the_model_knows(anthropic: Anthropic):
+    say(anthropic.standin, FINAL)
+    asked = {None: "medium", "low": "low", "high": "high", "xhigh": "high", "max": "high"}
+    efforts = []
+    for effort in asked:
+        anthropic.message(output_config={"effort": effort})
+        efforts.append(anthropic.prompt().partition("\n")[0])
+    assert efforts == [f"Effort: {effort}" for effort in asked.values()]
+
+
+def test_a_template_that_adds_names_refuses_a_number(openai: OpenAi):
+    say(openai.standin, FINAL)
+    refused = openai.post("chat/completions", messages=ASK, reasoning_effort=0.5, chat_template_kwargs={"adds": True})
+    assert (refused.status_code, "chat template cannot take" in refused.text) == (400, True), refused.text

@@ -68,6 +68,20 @@ def test_a_stream_has_them_before_the_answer(openai: OpenAi):
     assert "".join(delta.get("content", "") for delta in deltas) == "yes"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("separate", "content"), [(True, "yes"), (None, "yes"), (False, ANSWER)])
+def test_a_caller_may_want_them_in_the_text_as_the_model_wrote_them(
+    openai: OpenAi, stream: bool, separate: bool | None, content: str
+):
+    openai.standin.says(ANSWER)
+    messages = [{"role": "user", "content": "?"}]
+    answer = openai.post("chat/completions", messages=messages, stream=stream, separate_reasoning=separate)
+    choices = [chunk["choices"][0] for chunk in events(answer)] if stream else answer.json["choices"]
+    parts = [choice["delta" if stream else "message"] for choice in choices]
+    assert "".join(part.get("content", "") for part in parts) == content
+    assert any("reasoning_content" in part for part in parts) == (content == "yes")
+
+
 @pytest.mark.parametrize("given", [{}, {"enable_thinking": True}])
 def test_the_template_has_the_variables_of_the_caller(openai: OpenAi, given: dict[str, Any]):
     openai.standin.says("yes")

@@ -62,11 +62,33 @@ def test_a_call_that_is_only_a_thought_is_none(size: int):
     assert parts(ParseOptions(Thoughts.NONE), whole, size) == ("", whole, [])
 
 
-def seconds(before: str, piece: str, count: int) -> float:
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("place", "whole"),
+    [
+        *((Thoughts.TAGGED, case[0]) for case in TAGGED.values()),
+        *((Thoughts.OPENED, case[0]) for case in OPENED.values()),
+        (Thoughts.TAGGED, " \n\n<think>\n\n hm\n\n</think>\n\n yes\n"),
+    ],
+)
+def test_thoughts_that_stay_in_the_text_are_as_the_model_wrote_them(place: Thoughts, whole: str, size: int):
+    assert parts(ParseOptions(place, separate=False), whole, size) == ("", whole, [])
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_within_thoughts_that_stay_in_the_text_is_none(size: int):
+    before = f"<think>{CALL}</think>so:"
+    form = format_of("<tool_call>")
+    assert form is not None
+    options = ParseOptions(Thoughts.TAGGED, OfferedTools(form), separate=False)
+    assert parts(options, before + CALL, size) == ("", before, ["f"])
+
+
+def seconds(options: ParseOptions, before: str, piece: str, count: int) -> float:
     """The processor's seconds for `count` deltas, the least of three runs."""
     found = []
     for _ in range(3):
-        answer = AnswerText(ParseOptions(Thoughts.TAGGED))
+        answer = AnswerText(options)
         answer.split(Delta(0, before))
         began = time.process_time()
         for _ in range(count):
@@ -78,8 +100,11 @@ def seconds(before: str, piece: str, count: int) -> float:
 @pytest.mark.parametrize(
     ("before", "piece"), [("<think>a", "\n" * 8), ("<think>", "\n" * 8), ("", " " * 64), ("<think>", "\n<")]
 )
-def test_thoughts_of_any_length_are_read_in_linear_time(before: str, piece: str):
-    assert seconds(before, piece, 16_000) < 24 * seconds(before, piece, 2_000), "8 is linear, 64 quadratic"
+@pytest.mark.parametrize("separate", [True, False])
+def test_thoughts_of_any_length_are_read_in_linear_time(before: str, piece: str, separate: bool):
+    options = ParseOptions(Thoughts.TAGGED, separate=separate)
+    few, many = (seconds(options, before, piece, count) for count in (2_000, 16_000))
+    assert many < 24 * few, "8 is linear, 64 quadratic"
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

@@ -12,7 +12,7 @@ from werkzeug.test import TestResponse
 from tests.unit.app.api.chat.standin import Standin
 from tests.unit.app.conftest import BASE, KEY, Api
 
-URL = "/anthropic/v1"
+URL, EARLIER_URL = "/anthropic/api/v1", "/anthropic/v1"
 ASK = [{"role": "user", "content": "hi"}]
 TOOL = {"name": "weather", "description": "its forecast", "input_schema": {"type": "object"}}
 CALL = '<tool_call>{"name": "weather", "arguments": {"town": "Ulm"}}</tool_call>'

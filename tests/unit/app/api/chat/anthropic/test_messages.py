@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from anthropic import types
 
 from app.domain.limits import Limits
-from app.domain.sampling import SampleRequest
+from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import Unavailable
 from tests.logs import everything_logged
 from tests.unit.app.api.chat.anthropic.caller import ASK, CALL, TOOL, URL, Anthropic
@@ -21,7 +22,12 @@ def test_a_message_is_answered_by_the_models_template(anthropic: Anthropic):
     anthropic.standin.says("hello")
     answer = anthropic.message(system="be short")
     assert anthropic.prompt() == f"<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n{ASSISTANT}"
-    usage = {"input_tokens": len(anthropic.standin.seen[0].prompt), "output_tokens": len("hello") + 1}
+    usage = {
+        "input_tokens": len(anthropic.standin.seen[0].prompt),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": len("hello") + 1,
+    }
     assert answer.pop("id").startswith("msg_")
     assert answer == {
         "type": "message",
@@ -146,6 +152,16 @@ def test_tokens_are_counted_as_an_answers_usage_counts_them(anthropic: Anthropic
     assert counted.status_code == 200, counted.text
     assert anthropic.standin.seen == [], "nothing is sampled"
     assert counted.json == {"input_tokens": anthropic.message(**asked)["usage"]["input_tokens"]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_of_the_prompt_that_the_engine_had_kept_are_counted_apart(anthropic: Anthropic, stream: bool):
+    anthropic.standin.answer = lambda *_: SampleOutput((anthropic.standin.sequence("hello"),), cached_tokens=5)
+    usage = (anthropic.events()[-2] if stream else anthropic.message())["usage"]
+    (request,) = anthropic.standin.seen
+    assert (usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]) == (5, 0)
+    assert usage["input_tokens"] == len(request.prompt) - 5
+    assert types.MessageDeltaUsage.model_validate(usage).to_dict() == usage, "the client knows each field"
 
 
 @pytest.mark.parametrize("headers", [{"X-API-Key": KEY}, {"Authorization": f"Bearer {KEY}"}])

@@ -57,7 +57,14 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a long text": ("chat/completions", {"chat_template_kwargs": {"a": "x" * 1001}}, "at most 1000 characters"),
     "many variables": ("chat/completions", {"chat_template_kwargs": {f"a{i}": 1 for i in range(21)}}, "at most 20"),
     "an effort nobody reads": ("chat/completions", {"reasoning_effort": "low"}, "reasoning_effort: the chat template"),
-    "an unknown effort": ("chat/completions", {"reasoning_effort": "heroic"}, "reasoning_effort"),
+    **{
+        f"the effort {effort!r}": (
+            "chat/completions",
+            {"reasoning_effort": effort},
+            "xhigh, max or a number from 0 to 1",
+        )
+        for effort in ("heroic", "0.5", True, -0.1, 1.01, float("nan"), [0.5])
+    },
     "required": ("chat/completions", {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
     "an image": ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
     "a role": ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "role"),
