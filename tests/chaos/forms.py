@@ -30,7 +30,7 @@ class Form:
 
 SHORT = Form(
     slots=4,
-    rounds=8,
+    rounds=5,  # each kind of call of script.py once, and a step after the load
     dose={
         killer.OWNER: 4,
         killer.IDLE: 1,

@@ -11,23 +11,16 @@ from collections.abc import Callable
 
 import torch
 
+from tests import forkserver
 from tests.servers import free_port
 
 DEADLINE_S = 600
-_HEAVY = [
-    *("deepspeed", "safetensors.torch", "torch.distributed.tensor"),
-    "deepspeed.runtime.zero.muon.original_muon",  # what ZeRO up to stage 2 imports, and with it torch's compiler
-    *("transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"),
-    "workers.backends.training.backends",
-    "tests.frozen",
-]
 
 
 def run_group(main: Callable[..., object], *arguments: str, size: int = 2) -> list[int | None]:
     """Exit codes of the ranks that run it; None for a rank that did not end in time."""
-    # DeepSpeed asks for GPUs when it is imported, and a process that has done so cannot use them in its forks.
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    context.set_forkserver_preload(_HEAVY)
+    # No fork of the forkserver can use GPUs after DeepSpeed was imported there (tests/forkserver.py).
+    context = multiprocessing.get_context("spawn") if torch.cuda.is_available() else forkserver.context()
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     place = {"WORLD_SIZE": str(size), **address, "OMP_NUM_THREADS": "1"}
     places = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]

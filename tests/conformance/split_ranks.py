@@ -16,6 +16,7 @@ from app.settings import BaseModelSettings
 from tests.conformance.training_ranks import RL, SFT, note
 from workers.backends.training import backends, ranks
 from workers.backends.training.base import Create
+from workers.backends.training.ranks import RankGroup
 from workers.backends.training.trainer import Trainer
 from workers.models import lora, peft_files
 
@@ -52,15 +53,22 @@ def run(backend: Trainer, trained: Path, folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def main(settings: str, trained: str, folder: str) -> None:
+def main(settings: str, folder: str) -> None:
+    """Runs it on each base of a list: one after the other, so that an error ends those after it too."""
     torch.set_num_threads(1)
-    backend = backends.create(BaseModelSettings.model_validate_json(settings))
+    RankGroup.leave = lambda self: None  # the next backend takes the same default group
+    kept = []  # the first one serves the group's store
+    for one in map(BaseModelSettings.model_validate, json.loads(settings)):
+        kept.append(backends.create(one))
+        run_split(kept[-1], Path(folder) / one.name)
+    ranks.end()
+
+
+def run_split(backend: Trainer, folder: Path) -> None:
     backend.open()
     if os.environ["RANK"] != "0":
-        backend.follow()
-        ranks.end()
-    found = run(backend, Path(trained), Path(folder))
-    (Path(folder) / "describe.json").write_text(json.dumps(backend.describe()))
-    np.savez(Path(folder) / "found.npz", **found)
-    backend.shutdown()
-    ranks.end()
+        return backend.follow()
+    found = run(backend, folder / "trained", folder / "split")
+    (folder / "describe.json").write_text(json.dumps(backend.describe()))
+    np.savez(folder / "found.npz", **found)
+    return backend.shutdown()

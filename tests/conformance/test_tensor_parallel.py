@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +29,49 @@ FAMILIES = (
 
 def settings(base: Path, **trainer: Any) -> BaseModelSettings:
     trainer = {"micro_batch_tokens": 64, "ranks": 2, "tensor_parallel": 2, **trainer}
-    return BaseModelSettings(name="tiny", path=str(base), dtype="float32", trainer=trainer)
+    return BaseModelSettings(name=base.parent.name, path=str(base), dtype="float32", trainer=trainer)
 
 
-def of_ranks(base: Path, trained: Path, folder: Path, **trainer: Any) -> dict[str, np.ndarray]:
-    """Runs the scenario of tests/conformance/split_ranks.py on as many ranks as split the layers."""
-    folder.mkdir()
-    of_all = settings(base, **trainer)
-    size = of_all.trainer.ranks
-    assert run_group(split_ranks.main, of_all.model_dump_json(), str(trained), str(folder), size=size) == [0] * size
+def prepare(case: str, folder: Path) -> Path:
+    """Writes a base and its trained adapters, for the scenario of tests/conformance/split_ranks.py."""
+    base = built(case, folder / "base")
+    split_ranks.write_trained(of_one(base), folder / "trained")
+    return base
+
+
+def run_ranks(bases: list[Path], size: int) -> list[int | None]:
+    """Runs the scenario on each base in one group, on as many ranks as split the layers. Returns their exit codes."""
+    of_all = [settings(base, ranks=size, tensor_parallel=size).model_dump(mode="json") for base in bases]
+    folder = bases[0].parents[1]
+    return run_group(split_ranks.main, json.dumps(of_all), str(folder), size=size)
+
+
+def found_in(folder: Path) -> dict[str, np.ndarray]:
     with np.load(folder / "found.npz") as stored:
         return dict(stored)
 
 
-# Four ranks, of which two have the same key-value head.
-@pytest.mark.parametrize(("case", "ranks"), [*((case, 2) for case in FAMILIES), ("qwen3", 4)])
-def test_ranks_that_split_the_layers_equal_one_process(tmp_path: Path, case: str, ranks: int) -> None:
-    base = built(case, tmp_path / "base")
-    alone = of_one(base)
-    split_ranks.write_trained(alone, tmp_path / "trained")
-    wanted = split_ranks.run(alone, tmp_path / "trained", tmp_path / "alone")
-    found = of_ranks(base, tmp_path / "trained", tmp_path / "split", ranks=ranks, tensor_parallel=ranks)
+def test_ranks_that_split_the_layers_equal_one_process(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """In one group for all families. An error ends it, so the first family without results is at fault."""
+    ended = run_ranks([prepare(case, tmp_path / case) for case in FAMILIES], 2)
+    for case in FAMILIES:
+        with subtests.test(case):
+            check_split(tmp_path / case, 2)
+    assert ended == [0, 0]
+
+
+def test_four_ranks_of_which_two_have_the_same_key_value_head_compute_what_one_computes(tmp_path: Path) -> None:
+    assert run_ranks([prepare("qwen3", tmp_path / "qwen3")], 4) == [0] * 4
+    check_split(tmp_path / "qwen3", 4)
+
+
+def check_split(folder: Path, ranks: int) -> None:
+    alone = of_one(folder / "base")
+    wanted = split_ranks.run(alone, folder / "trained", folder / "alone")
     gradients = [name for name in wanted if name.startswith("grad")]
     assert all(np.abs(wanted[name]).max() > 1e-4 for name in gradients), "a gradient counts for nothing"
-    check_equal(found, wanted, 1e-5)
-    held = json.loads((tmp_path / "split" / "describe.json").read_text())["base_elements_held"]
+    check_equal(found_in(folder), wanted, 1e-5)
+    held = json.loads((folder / "describe.json").read_text())["base_elements_held"]
     model = alone._engine.base.model
     of_layers = sum(weight.numel() for name, weight in model.named_parameters() if ".layers." in name)
     whole = alone.describe()["base_elements_held"]
@@ -106,12 +125,14 @@ def test_ranks_that_split_the_layers_take_the_routes_of_all_tokens(tmp_path: Pat
 
 
 def test_ranks_that_split_the_layers_give_the_same_bits_again(tmp_path: Path) -> None:
-    base = architectures.build("qwen3-moe", tmp_path / "base")
-    split_ranks.write_trained(of_one(base), tmp_path / "trained")
-    one, other = (of_ranks(base, tmp_path / "trained", tmp_path / name) for name in ("one", "other"))
-    assert {name: value.tobytes() for name, value in one.items()} == {
-        name: value.tobytes() for name, value in other.items()
-    }
+    prepare("qwen3-moe", tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "other")
+    for name in ("one", "other"):
+        assert run_ranks([tmp_path / name / "base"], 2) == [0, 0]
+    one, other = (
+        {name: value.tobytes() for name, value in found_in(tmp_path / folder).items()} for folder in ("one", "other")
+    )
+    assert one == other
 
 
 @pytest.mark.parametrize(

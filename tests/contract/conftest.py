@@ -34,7 +34,7 @@ def base_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen3(tmp_path_factory.mktemp("base"))
 
 
-@pytest.fixture(scope="session", params=list(STACKS))
+@pytest.fixture(scope="package", params=list(STACKS))
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator[Stack]:
     """Two stacks.
 

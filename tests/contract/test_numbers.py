@@ -82,10 +82,24 @@ def test_logprobs_losses_and_gradients_equal_the_reference(
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
+@pytest.mark.parametrize("stack", ["deepspeed-1-transformers"], indirect=True)
 def test_four_whole_steps_equal_the_reference(
     training: tinker.TrainingClient, stack: Stack, tmp_path: Path, loss_fn: str
 ):
-    twin = reference(training, stack, tmp_path / "start", "start")
+    check_steps(training, stack, tmp_path, loss_fn)
+
+
+# Each loss has its gradient on both stacks above, and a step is the same after any.
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "ppo"])
+@pytest.mark.parametrize("stack", ["deepspeed-2-ranks-vllm"], indirect=True)
+def test_four_whole_steps_of_two_ranks_equal_the_reference(
+    training: tinker.TrainingClient, stack: Stack, tmp_path: Path, loss_fn: str
+):
+    check_steps(training, stack, tmp_path, loss_fn)
+
+
+def check_steps(training: tinker.TrainingClient, stack: Stack, folder: Path, loss_fn: str) -> None:
+    twin = reference(training, stack, folder / "start", "start")
     for seed in range(4):
         rows = data(loss_fn, seed)
         training.forward_backward(for_sdk(rows), loss_fn)

@@ -56,7 +56,8 @@ def traced(tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterato
     folder, parts = tmp_path_factory.mktemp("traced"), ('backend = "torch"', 'backend = "transformers"')
     with serving(Receiver) as url, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
-        stack = Stack(folder / "data", base_path, free_port(), *parts, f'[tracing]\nendpoint = "{url}"')
+        extra, program = f'[tracing]\nendpoint = "{url}"', "tests.warm_workers"
+        stack = Stack(folder / "data", base_path, free_port(), *parts, extra, program)
         with running(stack):
             yield stack, collector
 

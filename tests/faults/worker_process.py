@@ -5,7 +5,6 @@ The forkserver imports torch and starts no thread, so that its forks may compute
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ import psutil
 from app import dispatch
 from app.errors import Requeue
 from app.settings import SETTINGS_VARIABLE, Settings
-from tests import warm_workers
+from tests import forkserver, warm_workers
 from tests.faults.injection import Call, Fault, FaultInjector
 from workers.backends.training.backends import create
 from workers.process.liveness import worker_name
@@ -31,12 +30,7 @@ from workers.train.assembly import assemble_trainer
 
 Answer = tuple[Literal["done", "failed", "unknown", "not now", "error"], str]
 _WITHIN_S = 240
-_PRELOADED = [
-    *("__main__", __name__, "workers.backends.training.backends", "app.stores.objects.s3"),
-    *("celery.bin.celery", "tests.frozen"),
-]
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(_PRELOADED)
+_context = forkserver.context()
 
 
 def start_with_celery(settings: Path, arguments: Sequence[str]) -> BaseProcess:

@@ -12,7 +12,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from urllib.parse import urlsplit
@@ -36,10 +36,9 @@ from tests.processes.app.stack.running import alive, eventually, start
 from tests.servers import free_port, start_valkey
 
 
-@pytest.fixture
-def model(tmp_path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text("{}")
     return folder
 
@@ -60,6 +59,21 @@ def stack(data_dir: Path, model: Path, *options: str) -> Iterator[tuple[subproce
     finally:
         process.kill()
         process.communicate()
+
+
+@dataclass(frozen=True)
+class Running:
+    """A stack that no test stops."""
+
+    data_dir: Path
+    process: subprocess.Popen[str]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, model) -> Iterator[Running]:
+    data_dir = tmp_path_factory.mktemp("shared") / "data"
+    with stack(data_dir, model) as (process, _):
+        yield Running(data_dir, process)
 
 
 def state_server(data_dir: Path) -> redis.Redis:
@@ -164,15 +178,14 @@ def test_a_given_key_leaves_no_key_file(tmp_path, model):
     assert not (tmp_path / "data" / "api-key").exists()
 
 
-def test_an_outside_redis_starts_no_embedded_one(tmp_path, model):
-    with stack(tmp_path / "first", model):
-        url = written(tmp_path / "first").redis.url
-        made = plan(tmp_path / "data", model, redis=url)
+def test_an_outside_redis_starts_no_embedded_one(shared, tmp_path, model):
+    url = written(shared.data_dir).redis.url
+    made = plan(tmp_path / "data", model, redis=url)
     assert made.servers == () and made.settings.redis.url == url
 
 
-def test_the_embedded_server_loses_nothing_and_asks_for_a_password(tmp_path, model):
-    with stack(tmp_path / "data", model), state_server(tmp_path / "data") as client:
+def test_the_embedded_server_loses_nothing_and_asks_for_a_password(shared):
+    with state_server(shared.data_dir) as client:
         wanted = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction", "save": ""}
         assert client.config_get(*wanted) == wanted
         port = client.connection_pool.connection_kwargs["port"]
@@ -180,8 +193,8 @@ def test_the_embedded_server_loses_nothing_and_asks_for_a_password(tmp_path, mod
             redis.Redis(port=port).ping()
 
 
-def test_the_embedded_broker_keeps_nothing(tmp_path, model):
-    with stack(tmp_path / "data", model), connect(written(tmp_path / "data").broker_url) as client:
+def test_the_embedded_broker_keeps_nothing(shared):
+    with connect(written(shared.data_dir).broker_url) as client:
         assert client.config_get("appendonly", "save") == {"appendonly": "no", "save": ""}
 
 
@@ -202,13 +215,13 @@ def test_a_start_says_where_the_data_is_and_what_it_starts(tmp_path, model):
     assert starts == "starting valkey, broker, trainer-0"
 
 
-def test_a_stack_that_is_ready_tells_of_a_run_that_starts(tmp_path, model):
-    with stack(tmp_path / "data", model) as (process, _), state_server(tmp_path / "data") as client:
+def test_a_stack_that_is_ready_tells_of_a_run_that_starts(shared):
+    with state_server(shared.data_dir) as client:
         records, session = RedisRecords(client), "8e7b807b-6464-4143-b786-c55fc61da05a"
         run = Model("project", session, "small", records.now(), "ready", {"rank": 8})
         records.put(Model.namespace, f"{session}:train:0", dump(run))
         client.zadd(keys.SESSIONS_HEARD, {session: 1})
-        line = next(line for line in process.stderr if line.startswith("run "))
+        line = next(line for line in shared.process.stderr if line.startswith("run "))
     assert line == "run 8e7b807b:0 starts: LoRA 8 of small, project project\n"
 
 
@@ -345,14 +358,13 @@ def test_a_cpu_without_bf16_instructions_is_told_that_it_computes_in_fp32(settin
     assert [line.startswith("small: in float32, because this CPU") for line in others] == [True] * told
 
 
-def test_a_second_stack_on_the_same_folder_exits_with_2_and_one_line(tmp_path, model):
-    with stack(tmp_path / "data", model) as (first, _):
-        second = start("up", "--port", "0", "--data-dir", str(tmp_path / "data"), "--base-model", f"small={model}")
-        _, said = second.communicate(timeout=120)
+def test_a_second_stack_on_the_same_folder_exits_with_2_and_one_line(shared, model):
+    second = start("up", "--port", "0", "--data-dir", str(shared.data_dir), "--base-model", f"small={model}")
+    _, said = second.communicate(timeout=120)
     assert second.returncode == 2
     assert said == (
-        f"tinsmith: another stack uses the data folder {tmp_path / 'data'} (process {first.pid}); stop it, or choose "
-        "another folder with --data-dir\n"
+        f"tinsmith: another stack uses the data folder {shared.data_dir} (process {shared.process.pid}); stop it, "
+        "or choose another folder with --data-dir\n"
     )
 
 
