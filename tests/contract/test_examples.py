@@ -49,7 +49,7 @@ def run(stack: Stack, folder: Path) -> Run:
 @pytest.fixture(scope="module")
 def tuned(run: Run) -> str:
     """Output of sft.py, with an adapter far from the base model."""
-    return run("sft.py", CONVERSATIONS, "--steps=6", "--learning-rate=1e-2")
+    return run("sft.py", CONVERSATIONS, "--steps=6", "--learning-rate=1e-2", "--seed=0")
 
 
 def figures(output: str, name: str) -> list[float]:
@@ -96,9 +96,9 @@ def test_sft_downloads_a_merged_model_that_transformers_loads(run: Run, tmp_path
 
 
 def test_rl_raises_the_reward(run: Run, service: tinker.ServiceClient):
-    output = run("rl.py", "--steps=8", "--learning-rate=2e-2")
+    output = run("rl.py", "--steps=8", "--learning-rate=2e-2", "--seed=0")
     rewards = figures(output, "reward")
-    # Five runs began at 0.02 to 0.03 and reached 0.1 to 0.5 in five steps.
+    # Five runs with this seed went from 0.022 to 0.494. Another CPU may give other last bits.
     assert len(rewards) == 8 and max(rewards[-3:]) > 2 * rewards[0]
     assert can_sample(service, saved(output))
 
@@ -112,9 +112,10 @@ def test_dpo_prefers_the_chosen_answer_more_than_before(run: Run, service: tinke
 
 
 def test_distillation_approaches_the_teacher(run: Run, service: tinker.ServiceClient, tuned: str):
-    output = run("distill.py", saved(tuned), CONVERSATIONS, "--steps=10", "--learning-rate=1e-2", "--tokens=24")
+    options = "--steps=10", "--learning-rate=1e-2", "--tokens=24", "--seed=0"
+    output = run("distill.py", saved(tuned), CONVERSATIONS, *options)
     divergences = figures(output, "KL")
-    # Four runs began at 3.7 to 4.1 nats and came down by 32 to 61 % in eight steps.
+    # Three runs with these seeds went from 4.37 to 1.30 nats.
     assert len(divergences) == 10 and min(divergences[-3:]) < 0.9 * divergences[0]
     assert can_sample(service, saved(output))
 
