@@ -21,6 +21,7 @@ from tests.contract.stack import API_KEY, BASE, Stack
 pytestmark = pytest.mark.parametrize("stack", ["deepspeed-1-transformers"], indirect=True)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONVERSATIONS, PREFERENCES = str(EXAMPLES / "pirates.jsonl"), str(EXAMPLES / "preferences.jsonl")
+QUESTION = "How do I sleep better?"
 Run = Callable[..., str]
 
 
@@ -80,6 +81,16 @@ def preference(sampler: tinker.SamplingClient, stack: Stack) -> float:
     return sum(scores[0]) - sum(scores[1])
 
 
+def greedy(sampler: tinker.SamplingClient, stack: Stack) -> str:
+    """Greedy answer to the question, of 100 tokens at most."""
+    tokenizer = AutoTokenizer.from_pretrained(stack.base_path)
+    messages = [{"role": "user", "content": QUESTION}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    params = tinker.SamplingParams(max_tokens=100, temperature=0.0)
+    (sequence,) = sampler.sample(tinker.ModelInput.from_ints(prompt), 1, params).result().sequences
+    return tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+
+
 def test_sft_lowers_the_loss_and_downloads_an_adapter_that_peft_loads(
     tuned: str, service: tinker.ServiceClient, stack: Stack, folder: Path
 ):
@@ -126,13 +137,16 @@ def test_a_student_that_equals_its_teacher_has_no_divergence(run: Run):
     assert figures(output, "KL") == [pytest.approx(0, abs=1e-3)]
 
 
-def test_the_openai_client_prints_an_answer(run: Run):
-    # The base model, whose weights are random: an answer of an adapter can end with its first token.
-    assert run("openai_client.py", BASE, "How do I sleep better?").strip()
-
-
-def test_the_openai_client_talks_to_an_adapter(run: Run, tuned: str):
-    run("openai_client.py", saved(tuned), "How do I sleep better?")
+def test_the_openai_client_prints_the_greedy_answer_of_a_base_model_and_of_an_adapter(
+    run: Run, service: tinker.ServiceClient, stack: Stack, tuned: str
+):
+    expected = {
+        BASE: greedy(service.create_sampling_client(base_model=BASE).result(), stack),
+        saved(tuned): greedy(service.create_sampling_client(model_path=saved(tuned)).result(), stack),
+    }
+    assert len(set(expected.values())) == 2
+    for model, text in expected.items():
+        assert run("openai_client.py", model, QUESTION).splitlines() == f"{text}\n".splitlines()
 
 
 def test_curl_lists_the_models_and_prints_an_answer(run: Run):
