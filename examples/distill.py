@@ -11,6 +11,8 @@ import argparse
 import json
 import os
 import random
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +50,23 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="prompts a step")
     parser.add_argument("--tokens", type=int, default=48, help="most tokens of an answer")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--seed", type=int, default=0, help="of the adapter and of the answers")
     args = parser.parse_args()
 
     service, rest = tinker.ServiceClient(base_url=URL, api_key=KEY), tinker.RestClient(base_url=URL, api_key=KEY)
     base = args.model or rest.get_server_capabilities().result().supported_models[0].model_name
     kind = "model_path" if args.teacher.startswith("tinker://") else "base_model"
     teacher = service.create_sampling_client(**{kind: args.teacher}).result()
-    trainer = service.create_lora_training_client(base, rank=16).result()
+    trainer = service.create_lora_training_client(base, rank=16, seed=args.seed).result()
     tokenizer = trainer.get_tokenizer()
-    params = types.SamplingParams(max_tokens=args.tokens, temperature=1.0, stop=[tokenizer.eos_token_id])
+    params = partial(types.SamplingParams, max_tokens=args.tokens, temperature=1.0, stop=[tokenizer.eos_token_id])
+    seeds = count(args.seed)
     lines = [json.loads(line)["messages"][:-1] for line in args.data.open(encoding="utf-8") if line.strip()]
     for step in range(args.steps):
         student = trainer.save_weights_and_get_sampling_client().result()
         chosen = random.Random(step).sample(lines, min(args.batch, len(lines)))
         prompts = [prompt_of(tokenizer, messages) for messages in chosen]
-        asked = [student.sample(types.ModelInput.from_ints(prompt), 1, params) for prompt in prompts]
+        asked = [student.sample(types.ModelInput.from_ints(p), 1, params(seed=next(seeds))) for p in prompts]
         answers = [answer.result().sequences[0] for answer in asked]
         wholes = [types.ModelInput.from_ints(p + a.tokens) for p, a in zip(prompts, answers, strict=True)]
         scored = [score.result() for score in [teacher.compute_logprobs(whole) for whole in wholes]]

@@ -20,8 +20,9 @@ def main() -> None:
         sys.exit("usage: openai_client.py MODEL QUESTION")
     model, question = sys.argv[1:]
     client = openai.OpenAI(base_url=f"{URL}/oai/api/v1", api_key=KEY)
+    messages = [{"role": "user", "content": question}]
     stream = client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": question}], max_tokens=100, stream=True
+        model=model, messages=messages, max_tokens=100, temperature=0.0, stream=True
     )
     for chunk in stream:
         print(chunk.choices[0].delta.content or "", end="", flush=True)

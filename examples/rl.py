@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import random
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +56,18 @@ def main() -> None:
     parser.add_argument("--model", help="name of a base model of the server; default: its first")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--seed", type=int, default=0, help="of the adapter and of the answers")
     args = parser.parse_args()
     service, rest = tinker.ServiceClient(base_url=URL, api_key=KEY), tinker.RestClient(base_url=URL, api_key=KEY)
     base = args.model or rest.get_server_capabilities().result().supported_models[0].model_name
-    trainer = service.create_lora_training_client(base, rank=16).result()
+    trainer = service.create_lora_training_client(base, rank=16, seed=args.seed).result()
     tokenizer = trainer.get_tokenizer()
-    params = types.SamplingParams(max_tokens=16, temperature=1.0, stop=[tokenizer.eos_token_id])
+    params = partial(types.SamplingParams, max_tokens=16, temperature=1.0, stop=[tokenizer.eos_token_id])
+    seeds = count(args.seed)
     for step in range(args.steps):
         sampler, data, rewards = trainer.save_weights_and_get_sampling_client().result(), [], []
         asked = [(prompt_of(tokenizer, text), answer) for text, answer in questions(step)]
-        groups = [sampler.sample(types.ModelInput.from_ints(prompt), GROUP, params) for prompt, _ in asked]
+        groups = [sampler.sample(types.ModelInput.from_ints(p), GROUP, params(seed=next(seeds))) for p, _ in asked]
         for (prompt, answer), group in zip(asked, groups, strict=True):
             sequences = group.result().sequences
             scores = [reward(tokenizer.decode(one.tokens, skip_special_tokens=True), answer) for one in sequences]

@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="conversations a step")
     parser.add_argument("--rank", type=int, default=16, help="rank of the adapter")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0, help="of the adapter")
     parser.add_argument("--merged", action="store_true", help="download the whole model instead of the adapter")
     parser.add_argument("--out", type=Path, default=Path("adapter"), help="folder for the download")
     args = parser.parse_args()
@@ -55,7 +56,7 @@ def main() -> None:
     service, rest = tinker.ServiceClient(base_url=URL, api_key=KEY), tinker.RestClient(base_url=URL, api_key=KEY)
     base = args.model or rest.get_server_capabilities().result().supported_models[0].model_name
     form = {"export_format": "huggingface" if args.merged else "peft"}
-    trainer = service.create_lora_training_client(base, rank=args.rank, user_metadata=form).result()
+    trainer = service.create_lora_training_client(base, rank=args.rank, seed=args.seed, user_metadata=form).result()
     tokenizer = trainer.get_tokenizer()
     data = [datum(tokenizer, json.loads(line)["messages"]) for line in args.data.open(encoding="utf-8") if line.strip()]
     print(f"{len(data)} conversations, {base}")

@@ -8,6 +8,7 @@ each other. The small files in between are what is left when the processes meet.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import PurePath
 
@@ -39,13 +40,19 @@ class Scheduling(LoadScopeScheduling):
     def _assign_work_unit(self, node: WorkerController) -> None:
         if node is not self.nodes[0]:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
-        super()._assign_work_unit(node)
+        # A process may have died whose death xdist has not handled yet. Then others get its scopes, this one included.
+        with contextlib.suppress(OSError):
+            super()._assign_work_unit(node)
 
     def _reschedule(self, node: WorkerController) -> None:
         """Assigns scopes to a process until three tests wait there, or all scopes are assigned.
 
         xdist assigns one scope, and the next when a test of it ends. After a process died, the scopes that it had
         finished are assigned once more. No test of them ends, so the run would never end.
+
+        A process in place of a dead one may be known before it has collected. It gets scopes when it has.
         """
+        if node not in self.registered_collections:
+            return
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) <= 2:
             super()._reschedule(node)

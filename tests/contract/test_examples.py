@@ -21,6 +21,7 @@ from tests.contract.stack import API_KEY, BASE, Stack
 pytestmark = pytest.mark.parametrize("stack", ["deepspeed-1-transformers"], indirect=True)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONVERSATIONS, PREFERENCES = str(EXAMPLES / "pirates.jsonl"), str(EXAMPLES / "preferences.jsonl")
+QUESTION = "How do I sleep better?"
 Run = Callable[..., str]
 
 
@@ -49,7 +50,7 @@ def run(stack: Stack, folder: Path) -> Run:
 @pytest.fixture(scope="module")
 def tuned(run: Run) -> str:
     """Output of sft.py, with an adapter far from the base model."""
-    return run("sft.py", CONVERSATIONS, "--steps=6", "--learning-rate=1e-2")
+    return run("sft.py", CONVERSATIONS, "--steps=6", "--learning-rate=1e-2", "--seed=0")
 
 
 def figures(output: str, name: str) -> list[float]:
@@ -80,6 +81,16 @@ def preference(sampler: tinker.SamplingClient, stack: Stack) -> float:
     return sum(scores[0]) - sum(scores[1])
 
 
+def greedy(sampler: tinker.SamplingClient, stack: Stack) -> str:
+    """Greedy answer to the question, of 100 tokens at most."""
+    tokenizer = AutoTokenizer.from_pretrained(stack.base_path)
+    messages = [{"role": "user", "content": QUESTION}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    params = tinker.SamplingParams(max_tokens=100, temperature=0.0)
+    (sequence,) = sampler.sample(tinker.ModelInput.from_ints(prompt), 1, params).result().sequences
+    return tokenizer.decode(sequence.tokens, skip_special_tokens=True)
+
+
 def test_sft_lowers_the_loss_and_downloads_an_adapter_that_peft_loads(
     tuned: str, service: tinker.ServiceClient, stack: Stack, folder: Path
 ):
@@ -96,9 +107,9 @@ def test_sft_downloads_a_merged_model_that_transformers_loads(run: Run, tmp_path
 
 
 def test_rl_raises_the_reward(run: Run, service: tinker.ServiceClient):
-    output = run("rl.py", "--steps=8", "--learning-rate=2e-2")
+    output = run("rl.py", "--steps=8", "--learning-rate=2e-2", "--seed=0")
     rewards = figures(output, "reward")
-    # Five runs began at 0.02 to 0.03 and reached 0.1 to 0.5 in five steps.
+    # Five runs with this seed went from 0.022 to 0.494. Another CPU may give other last bits.
     assert len(rewards) == 8 and max(rewards[-3:]) > 2 * rewards[0]
     assert can_sample(service, saved(output))
 
@@ -112,9 +123,10 @@ def test_dpo_prefers_the_chosen_answer_more_than_before(run: Run, service: tinke
 
 
 def test_distillation_approaches_the_teacher(run: Run, service: tinker.ServiceClient, tuned: str):
-    output = run("distill.py", saved(tuned), CONVERSATIONS, "--steps=10", "--learning-rate=1e-2", "--tokens=24")
+    options = "--steps=10", "--learning-rate=1e-2", "--tokens=24", "--seed=0"
+    output = run("distill.py", saved(tuned), CONVERSATIONS, *options)
     divergences = figures(output, "KL")
-    # Four runs began at 3.7 to 4.1 nats and came down by 32 to 61 % in eight steps.
+    # Three runs with these seeds went from 4.37 to 1.30 nats.
     assert len(divergences) == 10 and min(divergences[-3:]) < 0.9 * divergences[0]
     assert can_sample(service, saved(output))
 
@@ -125,13 +137,16 @@ def test_a_student_that_equals_its_teacher_has_no_divergence(run: Run):
     assert figures(output, "KL") == [pytest.approx(0, abs=1e-3)]
 
 
-def test_the_openai_client_prints_an_answer(run: Run):
-    # The base model, whose weights are random: an answer of an adapter can end with its first token.
-    assert run("openai_client.py", BASE, "How do I sleep better?").strip()
-
-
-def test_the_openai_client_talks_to_an_adapter(run: Run, tuned: str):
-    run("openai_client.py", saved(tuned), "How do I sleep better?")
+def test_the_openai_client_prints_the_greedy_answer_of_a_base_model_and_of_an_adapter(
+    run: Run, service: tinker.ServiceClient, stack: Stack, tuned: str
+):
+    expected = {
+        BASE: greedy(service.create_sampling_client(base_model=BASE).result(), stack),
+        saved(tuned): greedy(service.create_sampling_client(model_path=saved(tuned)).result(), stack),
+    }
+    assert len(set(expected.values())) == 2
+    for model, text in expected.items():
+        assert run("openai_client.py", model, QUESTION).splitlines() == f"{text}\n".splitlines()
 
 
 def test_curl_lists_the_models_and_prints_an_answer(run: Run):

@@ -29,7 +29,7 @@ PROMPT = types.ModelInput.from_ints(sentences(1)[0])
 NODES = ("sampler-0", "sampler-1")
 STORM_ADAPTERS, STORM_ROUNDS = 24, 2
 KILLED_REQUESTS = 200
-# On a busy machine a sampler may have finished when it is killed, but not every time.
+# On a busy machine a sampler may have finished when it is killed, or one call before the other, but not every time.
 TRIES = 5
 
 Drawn = tuple[tuple[int, ...], tuple[float, ...]]
@@ -68,19 +68,6 @@ def process(stack: Stack, node: str) -> psutil.Process:
     """Process of the sampler, once it runs."""
     await_true(lambda: found_children(stack, f"--name {node}"))
     [found] = found_children(stack, f"--name {node}")
-    return found
-
-
-def holders(stack: Stack) -> dict[str, set[str]]:
-    """Samplers that have each adapter loaded, as they report from now on."""
-    with stack.redis() as client:
-        for node in client.zrange(keys.index(Worker.namespace), 0, -1):
-            client.delete(keys.record(Worker.namespace, node.decode()))
-    await_true(lambda: len(samplers(stack)) == 2)
-    found: dict[str, set[str]] = {}
-    for node, worker in samplers(stack).items():
-        for adapter in worker.describe["adapters"]:
-            found.setdefault(adapter, set()).add(node)
     return found
 
 
@@ -145,17 +132,6 @@ def completions_of(stack: Stack, client: tinker.SamplingClient) -> Iterator[Call
             thread.join()
 
 
-def test_each_adapter_is_sampled_where_it_was_before(training: tinker.TrainingClient, pair: Stack):
-    for step in range(4):
-        train(training, 1)
-        client = training.save_weights_and_get_sampling_client().result()
-        for seed in range(4):
-            drawn(ask(client, 10 * step + seed))
-    found = holders(pair)
-    assert len(found) >= 4
-    assert {len(nodes) for nodes in found.values()} == {1}
-
-
 def test_a_full_sampler_leaves_the_rest_to_the_other(service: tinker.ServiceClient, pair: Stack):
     client = service.create_sampling_client(base_model=BASE).result()
     futures = [ask(client, seed, 100) for seed in range(4)]
@@ -203,23 +179,33 @@ def test_twice_as_many_adapters_as_both_hold_sample_their_own_texts(training: ti
     assert [drawn(future) for future in futures] == [expected[i] for i in storm]
 
 
-def test_sampling_and_training_go_on_beside_each_other(training: tinker.TrainingClient, pair: Stack):
-    """Neither sampling nor training waits for the end of the other's long calls."""
+def test_a_sample_ends_in_the_middle_of_training(training: tinker.TrainingClient, pair: Stack):
     client = training.save_weights_and_get_sampling_client().result()
     batch = [datum(tokens) for tokens in sentences(20, 60)]
-    passes = [training.forward_backward(batch, "cross_entropy").future() for _ in range(20)]
-    await_true(lambda: running_ids(pair, "forward_backward"))
-    drawn(ask(client, 1))
-    assert not passes[-1].done(), "the sample came in the middle of training"
-    for future in passes:
-        future.result(600)
+    for seed in range(TRIES):
+        passes = [training.forward_backward(batch, "cross_entropy").future() for _ in range(20)]
+        await_true(lambda passes=passes: running_ids(pair, "forward_backward") or passes[-1].done())
+        drawn(ask(client, seed))
+        in_the_middle = not passes[-1].done()
+        for future in passes:
+            future.result(600)
+        if in_the_middle:
+            return
+    raise AssertionError("it waited for all passes, every time")
 
-    samples = [ask(client, seed, 300) for seed in range(6)]
-    await_true(lambda: len(running_ids(pair, "sample")) >= 2)
-    train(training, 1)
-    assert not all(future.done() for future in samples), "the step came in the middle of sampling"
-    for future in samples:
-        drawn(future)
+
+def test_a_step_ends_in_the_middle_of_sampling(training: tinker.TrainingClient, pair: Stack):
+    client = training.save_weights_and_get_sampling_client().result()
+    for _ in range(TRIES):
+        samples = [ask(client, seed, 300) for seed in range(6)]
+        await_true(lambda samples=samples: len(running_ids(pair, "sample")) >= 2 or samples[-1].done())
+        train(training, 1)
+        in_the_middle = not all(future.done() for future in samples)
+        for future in samples:
+            drawn(future)
+        if in_the_middle:
+            return
+    raise AssertionError("it waited for all samples, every time")
 
 
 def test_what_the_api_says_of_samplers_follows_them_as_they_go_and_come(service: tinker.ServiceClient, pair: Stack):

@@ -434,6 +434,13 @@ MUTANTS = (
         "tests/conformance/test_s3_store.py::test_an_object_that_was_sent_with_an_encoding_comes_as_it_is_stored",
     ),
     Mutant(
+        "S3: an upload has a checksum",
+        "app/stores/objects/s3.py",
+        ', "Content-MD5": checksum}',
+        "}",
+        "tests/conformance/test_s3_store.py::test_a_connection_that_breaks_off_before_the_body_leaves_no_object",
+    ),
+    Mutant(
         "uploads: a finish that was overtaken",
         "app/services/imports/uploads.py",
         "except (BadRequest, LimitReached):",
