@@ -118,10 +118,15 @@ class RequestHandle:
     Its usage so far: `prompt_tokens` is 0 until the engine has the request, `cached_tokens` are those of the prompt
     that were in the engine's cache, and `device_ms` is set when the request leaves the engine."""
 
-    def __init__(self) -> None:
-        self.on_tokens: OnTokens | None = None
-        self.on_end: OnEnd | None = None
-        self.project, self.weight = "", 1.0
+    def __init__(
+        self,
+        on_tokens: OnTokens | None = None,
+        on_end: OnEnd | None = None,
+        project: str = "",
+        weight: float = 1.0,
+    ) -> None:
+        self.on_tokens, self.on_end = on_tokens, on_end
+        self.project, self.weight = project, weight
         self.prompt_tokens = self.cached_tokens = self.sampled_tokens = self.device_ms = 0
         self._lock = threading.Lock()
         self._aborted = False
