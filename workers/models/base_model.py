@@ -312,11 +312,6 @@ def check_adaptable(settings: BaseModelSettings) -> Adaptable:
     return Adaptable(left_out(model, adapted), shapes(model))
 
 
-def weight_shapes(settings: BaseModelSettings) -> dict[str, tuple[int, ...]]:
-    """The shapes of all weights by name. Raises SetupError as `skeleton` does."""
-    return {name: tuple(parameter.shape) for name, parameter in skeleton(settings).named_parameters()}
-
-
 def local_path(path: str) -> str:
     """A folder's path with ~ resolved; a hub id is returned unchanged."""
     return str(Path(path).expanduser())

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
 from app.domain.records import PROCESSOR_FILES, TOKENIZER_FILES
@@ -84,6 +85,18 @@ def write_dequantized(settings: BaseModelSettings, folder: Path) -> None:
         if name not in model.all_tied_weights_keys
     }
     huggingface_writer(model, tensors, base.dtype, base.tokenizer)(folder)
+
+
+def weight_shapes(settings: BaseModelSettings) -> dict[str, tuple[int, ...]]:
+    """The shapes of the base model's weights by their names in a checkpoint's files, as transformers writes them.
+
+    Experts are left out: a file has them stacked or one by one, and their names would be most of a trainer's report.
+
+    Raises SetupError as `base_model.skeleton` does.
+    """
+    model = base_model.skeleton(settings)
+    weights = {name: weight.detach() for name, weight in model.named_parameters() if ".experts." not in name}
+    return {name: tuple(weight.shape) for name, weight in revert_weight_conversion(model, weights).items()}
 
 
 def _check_names(found: Iterable[str], wanted: Iterable[str]) -> None:
@@ -156,12 +169,13 @@ def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def weights_for(model: Any, folder: Path) -> Iterable[tuple[str, Tensor]]:
-    """Returns tensors by their names in a transformers model: one by one, or all at once where the files' names differ.
+    """Returns tensors by their names in a transformers model: one by one, or all at once where the files have other
+    names or shapes.
 
-    The names differ for experts, which are one tensor only in memory. Raises UserOpError when some are missing.
+    These differ for experts, which are one tensor only in memory. Raises UserOpError when some are missing.
     """
-    wanted = dict(model.named_parameters()).keys()
-    if wanted <= _names_in(folder):
+    wanted = _shapes(model)
+    if wanted.items() <= _shapes_in(folder).items():
         return ((name, tensor) for name, tensor in tensors_in(folder) if name in wanted)
     try:
         return base_model.read_weights(str(folder), model).items()
@@ -174,12 +188,12 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("model*.safetensors"))
 
 
-def _names_in(folder: Path) -> set[str]:
-    names: set[str] = set()
+def _shapes_in(folder: Path) -> dict[str, torch.Size]:
+    shapes: dict[str, torch.Size] = {}
     for path in _files(folder):
         with safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-    return names
+            shapes |= {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
 
 
 def _shapes(model: Any) -> dict[str, torch.Size]:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from app.errors import UserOpError
+from app.errors import BadRequest, UserOpError
+from app.services.imports import full_weights
+from app.settings import BaseModelSettings, LimitSettings
 from tests import packed_checkpoints
-from tests.parity.architectures import build
+from tests.parity.architectures import build, class_name
 from workers.backends.training.base import OPTIMIZER_FILE
 from workers.models import base_model
-from workers.models.full_weights import check_config, check_fits, huggingface_writer, tensors_in, weights_for
+from workers.models.full_weights import (
+    check_config,
+    check_fits,
+    huggingface_writer,
+    tensors_in,
+    weight_shapes,
+    weights_for,
+)
 
 
 def copied(source: Path, folder: Path) -> tuple[Path, Mapping[str, Tensor]]:
@@ -39,6 +49,17 @@ def test_every_weight_is_found_as_it_was_written(case: str, tmp_path: Path) -> N
     found = dict(weights_for(model, folder))
     assert found.keys() == written.keys()
     assert all(torch.equal(found[name], written[name]) for name in written)
+
+
+def test_weights_that_a_file_has_transposed_are_turned(tmp_path: Path) -> None:
+    """Qwen3-VL's published experts have the names of those in memory, and other shapes."""
+    base = build("qwen3-vl-moe", tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(base)
+    wanted = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    turned = {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors_in(base)}
+    save_file(turned, base / "model.safetensors", metadata={"format": "pt"})
+    found = dict(weights_for(model, base))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted if ".down_proj" in name)
 
 
 def test_weights_of_one_name_in_files_and_memory_are_read_one_at_a_time(tmp_path: Path) -> None:
@@ -67,6 +88,24 @@ def test_an_optimizers_tensors_are_no_weights(tmp_path: Path) -> None:
     names = [name for name, _ in tensors_in(base)]
     save_file({"moment": torch.zeros(1)}, base / OPTIMIZER_FILE)
     assert [name for name, _ in tensors_in(base)] == names
+
+
+RENAMED = (
+    *("mixtral", "minimax-m2", "gemma3, vision", "mistral3", "nemotron-h", "kimi-linear", "inkling, vision"),
+    *("qwen3-vl-moe", "qwen3-moe", "llama, tied head"),
+)
+
+
+@pytest.mark.parametrize("case", RENAMED)
+def test_a_folder_that_transformers_writes_is_imported_for_its_own_base(case: str, tmp_path: Path) -> None:
+    folder = build(case, tmp_path)
+    shapes = weight_shapes(BaseModelSettings(name="base", path=str(folder)))
+    assert set(full_weights.read(folder, class_name(case), shapes, LimitSettings())) >= {"model.safetensors"}
+    name = min(shapes)
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, name: weights[name][:1].clone()}, folder / "model.safetensors")
+    with pytest.raises(BadRequest, match=f"{re.escape(name)} has the shape"):
+        full_weights.read(folder, class_name(case), shapes, LimitSettings())
 
 
 @pytest.mark.parametrize("other", ["llama, tied head", "qwen3"])
