@@ -9,7 +9,7 @@ large for one file.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,8 @@ def _cached(source: str, names: Iterable[str]) -> list[Path]:
 
 
 def check_fits(folder: Path, model: Any) -> None:
-    """Raises UserOpError unless the folder's model has the same parameters as `model`."""
+    """Raises UserOpError unless the folder's model has the same parameters as `model`, and computes what `model` does
+    with them: its configuration and buffers are not read."""
     try:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
@@ -139,15 +140,17 @@ def check_fits(folder: Path, model: Any) -> None:
     if _shapes(stored) != _shapes(model) or not _files(folder):
         raise UserOpError(f"{folder.name} holds no weights of this base model")
     _check_same(folder, config, model.config)
+    _check_buffers(folder, model)
 
 
 def check_config(folder: Path, model: Any) -> None:
-    """Raises UserOpError unless the folder's configuration computes what `model` does: the model's own is used."""
+    """Raises UserOpError unless the folder's configuration and buffers compute what `model` does: its own are used."""
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise UserOpError(f"{folder.name} holds no model that can be loaded: {error}") from None
     _check_same(folder, config, model.config)
+    _check_buffers(folder, model)
 
 
 def _check_same(folder: Path, found: Any, wanted: Any) -> None:
@@ -158,6 +161,28 @@ def _check_same(folder: Path, found: Any, wanted: Any) -> None:
                 f"{folder.name} was made with {name} {stored.get(name)!r:.100}, but this base model has "
                 f"{own.get(name)!r:.100}"
             )
+
+
+def _check_buffers(folder: Path, model: Any) -> None:
+    """Compares the buffers of a checkpoint, such as a router's bias, in the coarser of their dtypes. A model without
+    memory has none to compare: vLLM, which it stands for, reads those of the folder."""
+    own = {name: model.get_buffer(name) for name in _persistent_buffers(model)}
+    own = revert_weight_conversion(model, {name: buffer for name, buffer in own.items() if not buffer.is_meta})
+    for name, found in sorted(_tensors_named(folder, own).items()):
+        dtype = min(found.dtype, own[name].dtype, key=lambda dtype: dtype.itemsize)
+        if not torch.equal(found.to(dtype), own[name].to("cpu", dtype)):
+            raise UserOpError(
+                f"{folder.name} has a buffer {name} that differs from this base model's, and only weights are read; "
+                "serve the folder as a base model of its own"
+            )
+
+
+def _tensors_named(folder: Path, names: Collection[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in _files(folder):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118
+    return found
 
 
 def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +130,43 @@ def test_weights_that_were_made_with_another_configuration_are_refused(
     (base / "config.json").write_text(json.dumps({**config, "use_cache": False, "pad_token_id": 1}))
     check_config(base, model)
     check_fits(base, model)
+
+
+BUFFERS = {
+    "deepseek-v3": "model.layers.1.mlp.gate.e_score_correction_bias",
+    "minimax-m2": "model.layers.0.block_sparse_moe.e_score_correction_bias",
+    "inkling, vision": "model.llm.layers.1.mlp.gate.bias",
+    "gemma4": "model.layers.0.layer_scalar",
+}
+
+
+@pytest.mark.parametrize("case", BUFFERS)
+@pytest.mark.parametrize("check", [check_config, check_fits])
+def test_a_buffer_other_than_the_bases_is_refused_by_name(
+    case: str, check: Callable[[Path, Any], None], tmp_path: Path
+) -> None:
+    """The base's own is used, as only parameters are read."""
+    folder = build(case, tmp_path)
+    model = base_model.load(BaseModelSettings(name="base", path=str(folder), dtype="bfloat16")).model
+    check(folder, model)
+    weights = load_file(folder / "model.safetensors")
+    weights[BUFFERS[case]] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserOpError, match=f"{re.escape(BUFFERS[case])}.* differs"):
+        check(folder, model)
+    with torch.device("meta"):
+        check(folder, type(model)(model.config))  # it reads the file's own
+
+
+def test_a_buffer_that_was_rounded_is_the_bases_own(tmp_path: Path) -> None:
+    folder, name = build("deepseek-v3", tmp_path), BUFFERS["deepseek-v3"]
+    weights = load_file(folder / "model.safetensors")
+    weights[name] += torch.rand(weights[name].shape)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model = base_model.load(BaseModelSettings(name="base", path=str(folder), dtype="float32")).model
+    rounded = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
+    check_fits(folder, model)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
