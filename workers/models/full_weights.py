@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,15 @@ _WITHOUT_EFFECT = frozenset(
         *("id2label", "label2id", "num_labels", "problem_type", "return_dict"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "router_aux_loss_coef"),
         *("quantization_config", "attn_implementation", "experts_implementation"),
+    }
+)
+# Fields that models read although some of their classes do not declare them.
+_UNDECLARED = frozenset(
+    {
+        *("model_type", "head_dim", "layer_types", "mlp_layer_types", "per_layer_config", "num_kv_shared_layers"),
+        *("sliding_window", "attention_chunk_size", "is_causal", "is_decoder", "use_bidirectional_attention"),
+        *("rope_parameters", "original_max_position_embeddings", "hidden_act", "swiglu_alpha", "swiglu_limit"),
+        *("router_bias", "tie_word_embeddings"),
     }
 )
 
@@ -154,8 +164,10 @@ def check_config(folder: Path, model: Any) -> None:
 
 
 def _check_same(folder: Path, found: Any, wanted: Any) -> None:
-    stored, own = found.get_text_config().to_dict(), wanted.get_text_config().to_dict()
-    for name in sorted((stored.keys() | own.keys()) - _WITHOUT_EFFECT):
+    text = wanted.get_text_config()
+    stored, own = found.get_text_config().to_dict(), text.to_dict()
+    read = {field.name for field in fields(text)} | {*text.attribute_map, *text.attribute_map.values()} | _UNDECLARED
+    for name in sorted((stored.keys() | own.keys()) & read - _WITHOUT_EFFECT):
         if stored.get(name) != own.get(name):
             raise UserOpError(
                 f"{folder.name} was made with {name} {stored.get(name)!r:.100}, but this base model has "

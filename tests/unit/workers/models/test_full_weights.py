@@ -169,6 +169,27 @@ def test_a_buffer_that_was_rounded_is_the_bases_own(tmp_path: Path) -> None:
     check_fits(folder, model)
 
 
+def test_a_field_that_no_model_reads_is_no_reason_to_refuse_a_folder(tmp_path: Path) -> None:
+    base = build("llama", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    others = {"unsloth_version": "2026.1", "transformers.js_config": {"dtype": "q4"}, "auto_map": {"AutoConfig": "a.B"}}
+    (base / "config.json").write_text(json.dumps({**config, **others}))
+    check_config(base, model)
+    check_fits(base, model)
+
+
+@pytest.mark.parametrize(("name", "value"), [("sliding_window", 8), ("rope_parameters", {"rope_theta": 5.0})])
+def test_a_field_that_models_read_without_declaring_it_is_compared(name: str, value: object, tmp_path: Path) -> None:
+    base = build("qwen3-vl-moe", tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    config["text_config"][name] = value
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserOpError, match=f"made with {name} "):
+        check_config(base, model)
+
+
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     base = build("llama", tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(base)
