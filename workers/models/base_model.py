@@ -146,8 +146,15 @@ def _emptied(kept: Collection[str]) -> Split:
 
 
 def read_config(settings: BaseModelSettings) -> Any:
-    """Reads the model's transformers config. Without `trust_remote_code`, transformers would ask on the terminal."""
-    return AutoConfig.from_pretrained(local_path(settings.path), trust_remote_code=False)
+    """Reads the model's transformers config. Raises UnservableModel for a model that is not causal for text."""
+    # Without `trust_remote_code`, transformers would ask on the terminal.
+    config = AutoConfig.from_pretrained(local_path(settings.path), trust_remote_code=False)
+    if getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):  # "vision" is causal
+        raise UnservableModel(
+            f"base model {settings.name!r} attends to later tokens, so it has no next-token logprobs; choose a causal "
+            "model"
+        )
+    return config
 
 
 def check_weights(settings: BaseModelSettings) -> None:
