@@ -8,6 +8,7 @@ large for one file.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
@@ -22,7 +23,7 @@ from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
-from app.domain.records import PROCESSOR_FILES, TOKENIZER_FILES
+from app.domain.records import PROCESSOR_FILES, TEMPLATE_FOLDER, TOKENIZER_FILES
 from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from workers.backends.training.base import Writer
@@ -31,6 +32,7 @@ from workers.models import base_model, quantized
 # vLLM and most stores are quicker with several files than with one large file.
 _SHARD = "5GB"
 _GENERATION = "generation_config.json"
+_TOKENIZER_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 # Fields of a configuration that change no logit of a model that runs without dropout.
 _WITHOUT_EFFECT = frozenset(
     {
@@ -70,13 +72,18 @@ def huggingface_writer(base: Any, tensors: Mapping[str, Tensor], dtype: torch.dt
         skeleton = type(base)(config).to(dtype)
     _check_names(tensors, (name for name, _ in skeleton.named_parameters()))
     buffers = {name: base.get_buffer(name).cpu() for name in _persistent_buffers(skeleton)}
-    copied = [*_cached(base.name_or_path, [_GENERATION, *PROCESSOR_FILES]), *_cached(tokenizer, TOKENIZER_FILES)]
+    of_base = _cached(base.name_or_path, [_GENERATION, *PROCESSOR_FILES])
+    copied = [*of_base, *_cached(tokenizer, TOKENIZER_FILES)]
+    # A processor reads its template from its file, so that file stays, and further ones cannot be configured beside it.
+    templates = {} if any(path.name in PROCESSOR_FILES for path in of_base) else _further_templates(tokenizer)
 
     def write(folder: Path) -> None:
         state = {name: tensor.to(dtype) for name, tensor in tensors.items()}
         skeleton.save_pretrained(folder, state_dict=state | buffers, max_shard_size=_SHARD)
         for source in copied:
             shutil.copyfile(source, folder / source.name)
+        if templates:
+            _configure(templates, folder)
 
     return Writer(write, sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize)
 
@@ -136,6 +143,21 @@ def _cached(source: str, names: Iterable[str]) -> list[Path]:
         for name in names
     )
     return [Path(path) for path in found if path]
+
+
+def _further_templates(tokenizer: str) -> dict[str, str]:
+    """The chat templates that a tokenizer has in a folder of their own, by name."""
+    folders = [path.parent / TEMPLATE_FOLDER for path in _cached(tokenizer, [_TOKENIZER_CONFIG])]
+    return {path.stem: path.read_text() for folder in folders for path in sorted(folder.glob("*.jinja"))}
+
+
+def _configure(templates: Mapping[str, str], folder: Path) -> None:
+    """Moves all chat templates into the tokenizer's configuration."""
+    file, config = folder / _TEMPLATE, json.loads((folder / _TOKENIZER_CONFIG).read_text())
+    named = {"default": file.read_text(), **templates} if file.exists() else templates
+    config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    (folder / _TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2))
+    file.unlink(missing_ok=True)
 
 
 def check_fits(folder: Path, model: Any) -> None:
