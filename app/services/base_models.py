@@ -103,8 +103,8 @@ class BaseModels:
         return self._reported(trainer_role(full=False), name)
 
     def weight_shapes(self, name: str) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of all weights of `name`, by their names in a model of transformers, as a trainer for full
-        fine-tuning reported them. Raises the errors of `info`."""
+        """The shapes of the weights of `name`, without experts, by their names in a checkpoint's files: as a trainer
+        for full fine-tuning reported them. Raises the errors of `info`."""
         return self._reported(trainer_role(full=True), name)[WEIGHTS]
 
     def _reported(self, role: str, name: str) -> dict[str, dict[str, Any]]:

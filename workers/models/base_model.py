@@ -146,8 +146,15 @@ def _emptied(kept: Collection[str]) -> Split:
 
 
 def read_config(settings: BaseModelSettings) -> Any:
-    """Reads the model's transformers config. Without `trust_remote_code`, transformers would ask on the terminal."""
-    return AutoConfig.from_pretrained(local_path(settings.path), trust_remote_code=False)
+    """Reads the model's transformers config. Raises UnservableModel for a model that is not causal for text."""
+    # Without `trust_remote_code`, transformers would ask on the terminal.
+    config = AutoConfig.from_pretrained(local_path(settings.path), trust_remote_code=False)
+    if getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):  # "vision" is causal
+        raise UnservableModel(
+            f"base model {settings.name!r} attends to later tokens, so it has no next-token logprobs; choose a causal "
+            "model"
+        )
+    return config
 
 
 def check_weights(settings: BaseModelSettings) -> None:
@@ -310,11 +317,6 @@ def check_adaptable(settings: BaseModelSettings) -> Adaptable:
             "experts, which are most of its weights, have a layout that is not quantised; set dtype to auto"
         )
     return Adaptable(left_out(model, adapted), shapes(model))
-
-
-def weight_shapes(settings: BaseModelSettings) -> dict[str, tuple[int, ...]]:
-    """The shapes of all weights by name. Raises SetupError as `skeleton` does."""
-    return {name: tuple(parameter.shape) for name, parameter in skeleton(settings).named_parameters()}
 
 
 def local_path(path: str) -> str:

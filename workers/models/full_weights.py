@@ -8,9 +8,11 @@ large for one file.
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
-from app.domain.records import PROCESSOR_FILES, TOKENIZER_FILES
+from app.domain.records import PROCESSOR_FILES, TEMPLATE_FOLDER, TOKENIZER_FILES
 from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from workers.backends.training.base import Writer
@@ -29,6 +32,7 @@ from workers.models import base_model, quantized
 # vLLM and most stores are quicker with several files than with one large file.
 _SHARD = "5GB"
 _GENERATION = "generation_config.json"
+_TOKENIZER_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 # Fields of a configuration that change no logit of a model that runs without dropout.
 _WITHOUT_EFFECT = frozenset(
     {
@@ -38,6 +42,15 @@ _WITHOUT_EFFECT = frozenset(
         *("id2label", "label2id", "num_labels", "problem_type", "return_dict"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "router_aux_loss_coef"),
         *("quantization_config", "attn_implementation", "experts_implementation"),
+    }
+)
+# Fields that models read although some of their classes do not declare them.
+_UNDECLARED = frozenset(
+    {
+        *("model_type", "head_dim", "layer_types", "mlp_layer_types", "per_layer_config", "num_kv_shared_layers"),
+        *("sliding_window", "attention_chunk_size", "is_causal", "is_decoder", "use_bidirectional_attention"),
+        *("rope_parameters", "original_max_position_embeddings", "hidden_act", "swiglu_alpha", "swiglu_limit"),
+        *("router_bias", "tie_word_embeddings"),
     }
 )
 
@@ -59,13 +72,18 @@ def huggingface_writer(base: Any, tensors: Mapping[str, Tensor], dtype: torch.dt
         skeleton = type(base)(config).to(dtype)
     _check_names(tensors, (name for name, _ in skeleton.named_parameters()))
     buffers = {name: base.get_buffer(name).cpu() for name in _persistent_buffers(skeleton)}
-    copied = [*_cached(base.name_or_path, [_GENERATION, *PROCESSOR_FILES]), *_cached(tokenizer, TOKENIZER_FILES)]
+    of_base = _cached(base.name_or_path, [_GENERATION, *PROCESSOR_FILES])
+    copied = [*of_base, *_cached(tokenizer, TOKENIZER_FILES)]
+    # A processor reads its template from its file, so that file stays, and further ones cannot be configured beside it.
+    templates = {} if any(path.name in PROCESSOR_FILES for path in of_base) else _further_templates(tokenizer)
 
     def write(folder: Path) -> None:
         state = {name: tensor.to(dtype) for name, tensor in tensors.items()}
         skeleton.save_pretrained(folder, state_dict=state | buffers, max_shard_size=_SHARD)
         for source in copied:
             shutil.copyfile(source, folder / source.name)
+        if templates:
+            _configure(templates, folder)
 
     return Writer(write, sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize)
 
@@ -84,6 +102,18 @@ def write_dequantized(settings: BaseModelSettings, folder: Path) -> None:
         if name not in model.all_tied_weights_keys
     }
     huggingface_writer(model, tensors, base.dtype, base.tokenizer)(folder)
+
+
+def weight_shapes(settings: BaseModelSettings) -> dict[str, tuple[int, ...]]:
+    """The shapes of the base model's weights by their names in a checkpoint's files, as transformers writes them.
+
+    Experts are left out: a file has them stacked or one by one, and their names would be most of a trainer's report.
+
+    Raises SetupError as `base_model.skeleton` does.
+    """
+    model = base_model.skeleton(settings)
+    weights = {name: weight.detach() for name, weight in model.named_parameters() if ".experts." not in name}
+    return {name: tuple(weight.shape) for name, weight in revert_weight_conversion(model, weights).items()}
 
 
 def _check_names(found: Iterable[str], wanted: Iterable[str]) -> None:
@@ -115,8 +145,24 @@ def _cached(source: str, names: Iterable[str]) -> list[Path]:
     return [Path(path) for path in found if path]
 
 
+def _further_templates(tokenizer: str) -> dict[str, str]:
+    """The chat templates that a tokenizer has in a folder of their own, by name."""
+    folders = [path.parent / TEMPLATE_FOLDER for path in _cached(tokenizer, [_TOKENIZER_CONFIG])]
+    return {path.stem: path.read_text() for folder in folders for path in sorted(folder.glob("*.jinja"))}
+
+
+def _configure(templates: Mapping[str, str], folder: Path) -> None:
+    """Moves all chat templates into the tokenizer's configuration."""
+    file, config = folder / _TEMPLATE, json.loads((folder / _TOKENIZER_CONFIG).read_text())
+    named = {"default": file.read_text(), **templates} if file.exists() else templates
+    config["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    (folder / _TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2))
+    file.unlink(missing_ok=True)
+
+
 def check_fits(folder: Path, model: Any) -> None:
-    """Raises UserOpError unless the folder's model has the same parameters as `model`."""
+    """Raises UserOpError unless the folder's model has the same parameters as `model`, and computes what `model` does
+    with them: its configuration and buffers are not read."""
     try:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
@@ -126,25 +172,51 @@ def check_fits(folder: Path, model: Any) -> None:
     if _shapes(stored) != _shapes(model) or not _files(folder):
         raise UserOpError(f"{folder.name} holds no weights of this base model")
     _check_same(folder, config, model.config)
+    _check_buffers(folder, model)
 
 
 def check_config(folder: Path, model: Any) -> None:
-    """Raises UserOpError unless the folder's configuration computes what `model` does: the model's own is used."""
+    """Raises UserOpError unless the folder's configuration and buffers compute what `model` does: its own are used."""
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise UserOpError(f"{folder.name} holds no model that can be loaded: {error}") from None
     _check_same(folder, config, model.config)
+    _check_buffers(folder, model)
 
 
 def _check_same(folder: Path, found: Any, wanted: Any) -> None:
-    stored, own = found.get_text_config().to_dict(), wanted.get_text_config().to_dict()
-    for name in sorted((stored.keys() | own.keys()) - _WITHOUT_EFFECT):
+    text = wanted.get_text_config()
+    stored, own = found.get_text_config().to_dict(), text.to_dict()
+    read = {field.name for field in fields(text)} | {*text.attribute_map, *text.attribute_map.values()} | _UNDECLARED
+    for name in sorted((stored.keys() | own.keys()) & read - _WITHOUT_EFFECT):
         if stored.get(name) != own.get(name):
             raise UserOpError(
                 f"{folder.name} was made with {name} {stored.get(name)!r:.100}, but this base model has "
                 f"{own.get(name)!r:.100}"
             )
+
+
+def _check_buffers(folder: Path, model: Any) -> None:
+    """Compares the buffers of a checkpoint, such as a router's bias, in the coarser of their dtypes. A model without
+    memory has none to compare: vLLM, which it stands for, reads those of the folder."""
+    own = {name: model.get_buffer(name) for name in _persistent_buffers(model)}
+    own = revert_weight_conversion(model, {name: buffer for name, buffer in own.items() if not buffer.is_meta})
+    for name, found in sorted(_tensors_named(folder, own).items()):
+        dtype = min(found.dtype, own[name].dtype, key=lambda dtype: dtype.itemsize)
+        if not torch.equal(found.to(dtype), own[name].to("cpu", dtype)):
+            raise UserOpError(
+                f"{folder.name} has a buffer {name} that differs from this base model's, and only weights are read; "
+                "serve the folder as a base model of its own"
+            )
+
+
+def _tensors_named(folder: Path, names: Collection[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in _files(folder):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118
+    return found
 
 
 def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -156,12 +228,13 @@ def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def weights_for(model: Any, folder: Path) -> Iterable[tuple[str, Tensor]]:
-    """Returns tensors by their names in a transformers model: one by one, or all at once where the files' names differ.
+    """Returns tensors by their names in a transformers model: one by one, or all at once where the files have other
+    names or shapes.
 
-    The names differ for experts, which are one tensor only in memory. Raises UserOpError when some are missing.
+    These differ for experts, which are one tensor only in memory. Raises UserOpError when some are missing.
     """
-    wanted = dict(model.named_parameters()).keys()
-    if wanted <= _names_in(folder):
+    wanted = _shapes(model)
+    if wanted.items() <= _shapes_in(folder).items():
         return ((name, tensor) for name, tensor in tensors_in(folder) if name in wanted)
     try:
         return base_model.read_weights(str(folder), model).items()
@@ -174,12 +247,12 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("model*.safetensors"))
 
 
-def _names_in(folder: Path) -> set[str]:
-    names: set[str] = set()
+def _shapes_in(folder: Path) -> dict[str, torch.Size]:
+    shapes: dict[str, torch.Size] = {}
     for path in _files(folder):
         with safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-    return names
+            shapes |= {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
 
 
 def _shapes(model: Any) -> dict[str, torch.Size]:

@@ -71,7 +71,8 @@ def _work(settings: Settings, queues: list[str]) -> tuple[dispatch.Work, BaseMod
 
 def _start_trainer(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
     from workers.backends.training.backends import create
-    from workers.models.base_model import check_adaptable, weight_shapes
+    from workers.models.base_model import check_adaptable
+    from workers.models.full_weights import weight_shapes
     from workers.models.routers import check_replayable
 
     base.check_turns()

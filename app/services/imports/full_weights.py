@@ -21,8 +21,8 @@ _GENERATION_FILE = "generation_config.json"
 
 
 def read(folder: Path, arch: str, shapes: Mapping[str, tuple[int, ...]], limits: LimitSettings) -> dict[str, Path]:
-    """The files of the checkpoint by name. `shapes` are those of the base model's weights, by their names in a model of
-    transformers; `arch` is its class. Raises BadRequest for a folder without all weights of such a model."""
+    """The files of the checkpoint by name. `shapes` are those of the base model's weights, by their names in such
+    files; `arch` is its class. Raises BadRequest for a folder without all weights of such a model."""
     config = _json(folder / CONFIG_FILE, limits)
     if config.get("architectures") != [arch]:
         found = f"{config.get('architectures')!r:.200}"
@@ -54,7 +54,8 @@ def _check_tensors(files: list[Path], shapes: Mapping[str, tuple[int, ...]]) -> 
     for file in files:
         found |= safetensors.read_shapes(file, safetensors.MOST_HEADER)
     for name, wanted in sorted(shapes.items()):
-        # Experts are one tensor only in memory, so their names differ; the trainer checks them.
+        # Files have experts stacked or one by one, so the trainer that loads them checks them. Trainers of earlier
+        # versions report experts stacked.
         if found.get(name) != wanted and (name in found or ".experts." not in name):
             there = f"has the shape {list(found[name])}" if name in found else "is missing"
             raise BadRequest(f"{name} {there}, but this base model needs {list(wanted)}")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.domain.adapters import CONFIG_FILE, KEY_PREFIX, TENSORS_FILE, Shapes, tensors
+from app.domain.adapters import CONFIG_FILE, KEY_PREFIX, TENSORS_FILE, Shape, Shapes, tensors
 from app.domain.ops import LoraSpec
 from app.errors import BadRequest
 from app.services.imports import safetensors
@@ -33,7 +34,9 @@ _WITHOUT_EFFECT = frozenset(
 # The other ways to start an adapter (such as PiSSA) also change the base model's weights.
 _STARTS = (True, False, "gaussian", "orthogonal", "eva")
 _TASKS = (None, "CAUSAL_LM")
-_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+# The path of a pair on a stack of experts: PEFT's wrapper around each tensor lies inside those around the later ones.
+_WRAPPER = ".base_layer"
+_STACK = re.compile(rf"\.(experts|shared_experts)({re.escape(_WRAPPER)})*$")
 # A tensor's entry in the header is its name and less than 200 bytes; the file's own metadata is a few words.
 _ENTRY_BYTES, _OTHER_BYTES = 200, 2**16
 
@@ -59,7 +62,7 @@ def config_of(spec: LoraSpec, base_model: str, shapes: Shapes) -> bytes:
     Beside experts, PEFT adapts MLPs as tensors too: named as modules, it takes them for experts of an older layout.
     """
     paths = {group: [*shapes.get(group, {})] for group in GROUPS if getattr(spec, f"train_{group}")}
-    stacked = {path for path in paths.get("mlp", ()) if path.endswith((".experts", ".experts.base_layer"))}
+    stacked = _stacked(shapes["mlp"]) if paths.get("mlp") else {}
     as_tensors = [path for path in paths.pop("mlp") if path not in stacked] if stacked else []
     config = {
         "peft_type": "LORA",
@@ -73,8 +76,29 @@ def config_of(spec: LoraSpec, base_model: str, shapes: Shapes) -> bytes:
         "target_modules": sorted(path for found in paths.values() for path in found),
     }
     if stacked:
-        config["target_parameters"] = [*_EXPERTS, *(f"{path}.weight" for path in as_tensors)]
+        config["target_parameters"] = [*dict.fromkeys(stacked.values()), *(f"{path}.weight" for path in as_tensors)]
     return json.dumps(config, indent=2).encode()
+
+
+def _stacked(paths: Mapping[str, Shape]) -> dict[str, str]:
+    """The tensors of experts that `paths` lead to, as PEFT's `target_parameters` names them, by path."""
+    found = {path: match for path in paths if (match := _STACK.search(path))}
+    return {path: f"{match[1]}.{_tensor(paths, path)}" for path, match in found.items()}
+
+
+def _tensor(paths: Mapping[str, Shape], path: str) -> str:
+    """The name of the tensor of experts under a pair. A module has gate_proj, up_proj and down_proj, or either of
+    gate_up_proj and up_proj, with down_proj. A gate_up_proj has twice the numbers of its down_proj."""
+    module = path.replace(_WRAPPER, "")
+    match path.count(_WRAPPER):
+        case 0:
+            return "down_proj"
+        case 1 if math.prod(paths[path]) == 2 * math.prod(paths[module]):
+            return "gate_up_proj"
+        case 1:
+            return "up_proj"
+        case _:
+            return "gate_proj"
 
 
 def most_bytes(shapes: Shapes, spec: LoraSpec) -> int:

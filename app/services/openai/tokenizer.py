@@ -20,6 +20,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from app.domain.records import TEMPLATE_FOLDER
 from app.errors import BadRequest, Unavailable
 from app.services.base_models import BaseModels
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 # The name of the separate template for requests with tools, if a model has several templates.
 _WITH_TOOLS = "tool_use"
 _DEFAULT = "default"
+_TEMPLATE_FILES = {_DEFAULT: "chat_template.jinja", _WITH_TOOLS: f"{TEMPLATE_FOLDER}/{_WITH_TOOLS}.jinja"}
 # The most characters per context token. To encode a mebibyte of text takes half a second and 400 MB, and few texts have
 # more than 5 characters per token.
 _CHARACTERS = 16
@@ -160,14 +162,13 @@ def read(source: str) -> BaseTokenizer:
 
 
 def _templates(find: Find, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name. A separate template file takes precedence over tokenizer_config.json, as in
+    """Chat templates by name. Where a template has a file of its own, tokenizer_config.json counts for none, as in
     transformers."""
+    found = {name: path.read_text() for name, file in _TEMPLATE_FILES.items() if (path := find(file))}
     given = config.get("chat_template") or {}
-    named = {_DEFAULT: given} if isinstance(given, str) else {}
     if isinstance(given, list):
-        named = {entry["name"]: entry["template"] for entry in given}
-    path = find("chat_template.jinja")
-    return {**named, _DEFAULT: path.read_text()} if path else named
+        given = {entry["name"]: entry["template"] for entry in given}
+    return found or ({_DEFAULT: given} if isinstance(given, str) else given)
 
 
 def _special(config: Mapping[str, Any]) -> dict[str, str]:

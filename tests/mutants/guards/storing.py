@@ -476,6 +476,13 @@ MUTANTS = (
         "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_full_weights.py",
     ),
     Mutant(
+        "imports: a buffer that computes something else",
+        "workers/models/full_weights.py",
+        'if not torch.equal(found.to(dtype), own[name].to("cpu", dtype)):',
+        "if False:",
+        "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_full_weights.py",
+    ),
+    Mutant(
         "imports: all weights are there",
         "app/services/imports/full_weights.py",
         'if found.get(name) != wanted and (name in found or ".experts." not in name):',

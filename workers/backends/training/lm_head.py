@@ -363,7 +363,4 @@ def logit_rule(model: Any) -> LogitRule | None:
     None means that the architecture is not known here.
     """
     rule = ARCHITECTURES.get(type(model).__name__)
-    sees_ahead = getattr(model.config.get_text_config(), "use_bidirectional_attention", None)
-    if rule is None or sees_ahead in (True, "all"):  # Gemma 4's "vision" is causal for text
-        return None
-    return rule(model.config)
+    return None if rule is None else rule(model.config)

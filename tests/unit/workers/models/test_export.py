@@ -100,6 +100,19 @@ def test_the_folder_holds_the_dtype_asked_for_and_the_tokenizer(tmp_path: Path) 
     assert tokenizers[0](one)["input_ids"] == tokenizers[1](other)["input_ids"]
 
 
+def test_a_tokenizers_further_templates_are_in_its_configuration(tmp_path: Path) -> None:
+    """A checkpoint has no subfolders, and transformers reads no configured template beside one in a file."""
+    source = tiny_qwen3(tmp_path / "base")
+    (source / "chat_template.jinja").write_text("plain")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    base = loaded(source)
+    huggingface_writer(base.model, moved(base), torch.float32, base.tokenizer)(tmp_path / "exported")
+    assert all(path.is_file() for path in (tmp_path / "exported").iterdir())
+    found = [AutoTokenizer.from_pretrained(folder).chat_template for folder in (source, tmp_path / "exported")]
+    assert found[0] == found[1] == {"default": "plain", "tool_use": "tools"}
+
+
 def test_a_tied_head_given_values_of_its_own_is_written_untied(tmp_path: Path) -> None:
     base = loaded(tiny_qwen3(tmp_path / "base"))
     tensors = moved(base)

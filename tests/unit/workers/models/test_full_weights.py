@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from app.errors import UserOpError
+from app.errors import BadRequest, UserOpError
+from app.services.imports import full_weights
+from app.settings import BaseModelSettings, LimitSettings
 from tests import packed_checkpoints
-from tests.parity.architectures import build
+from tests.parity.architectures import build, class_name
 from workers.backends.training.base import OPTIMIZER_FILE
 from workers.models import base_model
-from workers.models.full_weights import check_config, check_fits, huggingface_writer, tensors_in, weights_for
+from workers.models.full_weights import (
+    check_config,
+    check_fits,
+    huggingface_writer,
+    tensors_in,
+    weight_shapes,
+    weights_for,
+)
 
 
 def copied(source: Path, folder: Path) -> tuple[Path, Mapping[str, Tensor]]:
@@ -39,6 +50,17 @@ def test_every_weight_is_found_as_it_was_written(case: str, tmp_path: Path) -> N
     found = dict(weights_for(model, folder))
     assert found.keys() == written.keys()
     assert all(torch.equal(found[name], written[name]) for name in written)
+
+
+def test_weights_that_a_file_has_transposed_are_turned(tmp_path: Path) -> None:
+    """Qwen3-VL's published experts have the names of those in memory, and other shapes."""
+    base = build("qwen3-vl-moe", tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(base)
+    wanted = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    turned = {name: t.mT.contiguous() if ".experts." in name else t for name, t in tensors_in(base)}
+    save_file(turned, base / "model.safetensors", metadata={"format": "pt"})
+    found = dict(weights_for(model, base))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted if ".down_proj" in name)
 
 
 def test_weights_of_one_name_in_files_and_memory_are_read_one_at_a_time(tmp_path: Path) -> None:
@@ -69,6 +91,24 @@ def test_an_optimizers_tensors_are_no_weights(tmp_path: Path) -> None:
     assert [name for name, _ in tensors_in(base)] == names
 
 
+RENAMED = (
+    *("mixtral", "minimax-m2", "gemma3, vision", "mistral3", "nemotron-h", "kimi-linear", "inkling, vision"),
+    *("qwen3-vl-moe", "qwen3-moe", "llama, tied head"),
+)
+
+
+@pytest.mark.parametrize("case", RENAMED)
+def test_a_folder_that_transformers_writes_is_imported_for_its_own_base(case: str, tmp_path: Path) -> None:
+    folder = build(case, tmp_path)
+    shapes = weight_shapes(BaseModelSettings(name="base", path=str(folder)))
+    assert set(full_weights.read(folder, class_name(case), shapes, LimitSettings())) >= {"model.safetensors"}
+    name = min(shapes)
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, name: weights[name][:1].clone()}, folder / "model.safetensors")
+    with pytest.raises(BadRequest, match=f"{re.escape(name)} has the shape"):
+        full_weights.read(folder, class_name(case), shapes, LimitSettings())
+
+
 @pytest.mark.parametrize("other", ["llama, tied head", "qwen3"])
 def test_a_folder_of_another_model_is_refused(other: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(build("llama", tmp_path / "base"))
@@ -90,6 +130,64 @@ def test_weights_that_were_made_with_another_configuration_are_refused(
     (base / "config.json").write_text(json.dumps({**config, "use_cache": False, "pad_token_id": 1}))
     check_config(base, model)
     check_fits(base, model)
+
+
+BUFFERS = {
+    "deepseek-v3": "model.layers.1.mlp.gate.e_score_correction_bias",
+    "minimax-m2": "model.layers.0.block_sparse_moe.e_score_correction_bias",
+    "inkling, vision": "model.llm.layers.1.mlp.gate.bias",
+    "gemma4": "model.layers.0.layer_scalar",
+}
+
+
+@pytest.mark.parametrize("case", BUFFERS)
+@pytest.mark.parametrize("check", [check_config, check_fits])
+def test_a_buffer_other_than_the_bases_is_refused_by_name(
+    case: str, check: Callable[[Path, Any], None], tmp_path: Path
+) -> None:
+    """The base's own is used, as only parameters are read."""
+    folder = build(case, tmp_path)
+    model = base_model.load(BaseModelSettings(name="base", path=str(folder), dtype="bfloat16")).model
+    check(folder, model)
+    weights = load_file(folder / "model.safetensors")
+    weights[BUFFERS[case]] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserOpError, match=f"{re.escape(BUFFERS[case])}.* differs"):
+        check(folder, model)
+    with torch.device("meta"):
+        check(folder, type(model)(model.config))  # it reads the file's own
+
+
+def test_a_buffer_that_was_rounded_is_the_bases_own(tmp_path: Path) -> None:
+    folder, name = build("deepseek-v3", tmp_path), BUFFERS["deepseek-v3"]
+    weights = load_file(folder / "model.safetensors")
+    weights[name] += torch.rand(weights[name].shape)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model = base_model.load(BaseModelSettings(name="base", path=str(folder), dtype="float32")).model
+    rounded = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
+    check_fits(folder, model)
+
+
+def test_a_field_that_no_model_reads_is_no_reason_to_refuse_a_folder(tmp_path: Path) -> None:
+    base = build("llama", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    others = {"unsloth_version": "2026.1", "transformers.js_config": {"dtype": "q4"}, "auto_map": {"AutoConfig": "a.B"}}
+    (base / "config.json").write_text(json.dumps({**config, **others}))
+    check_config(base, model)
+    check_fits(base, model)
+
+
+@pytest.mark.parametrize(("name", "value"), [("sliding_window", 8), ("rope_parameters", {"rope_theta": 5.0})])
+def test_a_field_that_models_read_without_declaring_it_is_compared(name: str, value: object, tmp_path: Path) -> None:
+    base = build("qwen3-vl-moe", tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(base)
+    config = json.loads((base / "config.json").read_text())
+    config["text_config"][name] = value
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserOpError, match=f"made with {name} "):
+        check_config(base, model)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -15,9 +16,10 @@ from app.errors import BadRequest
 from app.services.imports import peft_files as imports
 from app.settings import BaseModelSettings, LimitSettings
 from tests.models import tiny_qwen3
+from tests.parity import architectures
 from tests.unit.workers.models.test_target_modules import SHAPE, on_meta
 from workers.models import lora, peft_files
-from workers.models.base_model import check_adaptable
+from workers.models.base_model import auto_class, check_adaptable
 
 LIMITS = LimitSettings()
 DENSE_AND_EXPERTS = {**SHAPE, "first_k_dense_replace": 1}
@@ -39,6 +41,23 @@ def test_an_export_is_taken_as_the_adapter_that_it_is(tmp_path: Path, family: st
     adapter = peft_files.read(tmp_path)
     lora.check_fits(adapter, model)
     assert adapter.spec == spec
+
+
+STACKED = ["qwen3-moe", "glm4-moe", "gpt-oss", "llama4", "nemotron-h", "nemotron-h, latent", "inkling"]
+
+
+@pytest.mark.parametrize("case", STACKED)
+def test_the_kept_configuration_names_a_familys_experts_as_an_export_does(tmp_path: Path, case: str) -> None:
+    """PEFT silently leaves out the pairs of a tensor that it does not find."""
+    config = architectures.config_of(case)
+    with torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    spec = LoraSpec(4)
+    peft_files.write(lora.new_adapter(model, spec), tmp_path, "org/base", model)
+    written = json.loads((tmp_path / adapters.CONFIG_FILE).read_text())["target_parameters"]
+    kept = json.loads(imports.config_of(spec, "org/base", reported(model)))
+    assert sorted(kept["target_parameters"]) == sorted(written)
+    assert not any("experts" in name.rpartition(".")[2] or "base_layer" in name for name in kept["target_modules"])
 
 
 @pytest.fixture

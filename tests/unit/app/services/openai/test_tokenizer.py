@@ -43,6 +43,23 @@ def test_of_several_templates_the_one_for_tools_is_taken_with_tools(tmp_path: Pa
     ]
 
 
+NAMED = [{"name": "default", "template": "old plain"}, {"name": "tool_use", "template": "old tools"}]
+FILES = {"chat_template.jinja": "plain", "additional_chat_templates/tool_use.jinja": "tools"}
+
+
+@pytest.mark.parametrize("names", [[*FILES], [*FILES][:1]], ids=["both", "default"])
+@pytest.mark.parametrize("named", [NAMED, "old plain"], ids=["several", "one"])
+def test_templates_in_files_stand_for_all_of_the_configuration(tmp_path: Path, names: list[str], named: object):
+    byte_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in names:
+        (tmp_path / name).write_text(FILES[name])
+    tokenizer = read(str(tmp_path))
+    assert [tokenizer.chat_text(ASK, tools) for tools in ([], [TOOL])] == ["plain", FILES[names[-1]]]
+
+
 @pytest.mark.parametrize("template", [WITH_TOOLS, PLAIN])
 def test_text_that_looks_special_is_tokenized_once(tmp_path: Path, template: str):
     tokenizer = read(str(byte_tokenizer(tmp_path, template)))
