@@ -150,14 +150,14 @@ MUTANTS = (
     # Projects share a batch.
     Mutant(
         "batch: a project above its share gives rows up",
-        "workers/backends/sampling/transformers/backend.py",
+        "workers/backends/sampling/transformers/engine.py",
         "if taken := surplus(demands, self._max_batch):",
         "if taken := Counter[str]():",
         f"{_PREEMPTION}::test_a_short_request_of_another_project_ends_within_a_few_steps_of_a_long_one",
     ),
     Mutant(
         "batch: rows that were set aside come back",
-        "workers/backends/sampling/transformers/backend.py",
+        "workers/backends/sampling/transformers/engine.py",
         "resumed = self._batch.resume(granted)",
         "resumed = self._batch.resume({})",
         f"{_PREEMPTION}::test_a_project_gets_its_share_of_the_rows_and_no_more",

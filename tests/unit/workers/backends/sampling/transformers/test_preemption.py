@@ -19,7 +19,7 @@ from tests.parity import architectures
 from workers.backends.sampling import vocabulary
 from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.backends.sampling.transformers import kv_cache
-from workers.backends.sampling.transformers.backend import Engine
+from workers.backends.sampling.transformers.engine import Engine
 from workers.backends.sampling.transformers.jobs import Job
 from workers.models import base_model, lora
 
