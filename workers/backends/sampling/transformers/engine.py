@@ -16,7 +16,7 @@ from app.errors import ServerOpError
 from workers.backends.failures import StallDetector, ran_out_of_memory
 from workers.backends.sampling.shares import Demand, grant, surplus
 from workers.backends.sampling.transformers.batch import RunningBatch, fits, prefill
-from workers.backends.sampling.transformers.jobs import Job
+from workers.backends.sampling.transformers.jobs import Job, Row
 
 
 class Engine:
@@ -24,7 +24,8 @@ class Engine:
 
     While several projects want rows, each has its share (shares.py). Sequences of a project above its share are set
     aside, and go on when rows are free. If memory is too small to run a prompt beside the running sequences, the prompt
-    waits until one of them ends.
+    waits until one of them ends. If it is too small for sequences to decode together, fewer of them do, until only so
+    many are unfinished.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, max_batch: int) -> None:
@@ -32,6 +33,8 @@ class Engine:
         self._device = device
         self._max_batch = max_batch
         self._batch = RunningBatch(model, device)
+        # The most rows that run: fewer than max_batch while memory is too small for more.
+        self._most = max_batch
         # No job starts until fewer sequences than this are unfinished, or the refused job, for which memory was too
         # small, has ended.
         self._full_at = math.inf
@@ -99,7 +102,10 @@ class Engine:
     def _step(self) -> None:
         self._admit()
         if self._batch.occupied:
-            self._batch.step()
+            if self._fits(self._batch.step):
+                self._fits(self._batch.compact)
+            else:
+                self._make_room(self._batch.live)
         elif self._for_idle:
             self._work_idle()
 
@@ -121,19 +127,27 @@ class Engine:
 
     def _admit(self) -> None:
         if self._sequences() < self._full_at or (self._refused is not None and self._refused.future.done()):
-            self._full_at, self._refused = math.inf, None
+            self._full_at, self._refused, self._most = math.inf, None, self._max_batch
         while demands := self._demands():
-            if taken := surplus(demands, self._max_batch):
-                self._batch.set_aside(taken)
+            if not self._full and (taken := surplus(demands, self._max_batch)):
+                if not self._fits(self._batch.set_aside, taken):
+                    self._limit(len(self._batch.live))
                 demands = self._demands()
-            granted = grant(demands, self._max_batch)
-            resumed = self._batch.resume(granted)
-            starting = self._next(granted - resumed)
+            granted = grant(demands, self._most)
+            resumed = self._batch.choose(granted)
+            if resumed:
+                self._join(resumed)
+            starting = [] if self._full else self._next(granted - Counter(row.job.handle.project for row in resumed))
             if starting:
                 self._start(starting)
                 self._stall_detector.progress()
             elif not resumed:
                 return
+
+    @property
+    def _full(self) -> bool:
+        """True while memory is too small for more rows."""
+        return self._full_at < math.inf
 
     def _sequences(self) -> int:
         """Returns the number of unfinished sequences, running or set aside."""
@@ -144,7 +158,7 @@ class Engine:
         project waits. A job that ended midway leaves the queue."""
         with self._changed:
             self._waiting = deque(job for job in self._waiting if not job.future.done())
-            waiting = list(self._waiting) if self._full_at == math.inf else []
+            waiting = [] if self._full else list(self._waiting)
         aside = self._batch.aside
         if not (waiting or aside):
             return {}
@@ -180,9 +194,8 @@ class Engine:
 
     def _start(self, starting: list[tuple[Job, int]]) -> None:
         """Starts jobs in one pass. If it fails, each runs alone, so that the failing prompt fails no other."""
-        by_adapter = sorted(starting, key=lambda entry: entry[0].adapter_id)
         try:
-            prefilled = prefill(self._model, self._device, [job for job, _ in by_adapter])
+            begun = self._begin(starting)
         except torch.AcceleratorError:  # the device is lost, not the request
             raise
         except Exception as error:
@@ -190,14 +203,18 @@ class Engine:
                 self._fail_or_put_back(starting[0][0], error)
                 return
         else:
-            self._batch.add(by_adapter, prefilled)
+            self._join(begun)
             return
         # Not in the `except` block: there the error would keep the tensors of the failed pass.
         for place, entry in enumerate(starting):
             self._start([entry])
-            if self._full_at < math.inf:
-                self._put_back([job for job, _ in starting[place:]])
+            if self._full:
+                self._put_back([job for job, _ in starting[place:] if job.unstarted])
                 return
+
+    def _begin(self, starting: list[tuple[Job, int]]) -> list[Row]:
+        by_adapter = sorted(starting, key=lambda entry: entry[0].adapter_id)
+        return self._batch.begin(by_adapter, prefill(self._model, self._device, [job for job, _ in by_adapter]))
 
     def _fail_or_put_back(self, job: Job, error: Exception) -> None:
         if ran_out_of_memory(error) and self._batch.occupied:
@@ -205,6 +222,48 @@ class Engine:
             self._full_at, self._refused = max(1, self._sequences()), job
         else:
             job.fail(error)
+
+    def _join(self, rows: list[Row]) -> None:
+        """Takes rows that are set aside into the batch, or leaves them there if memory is too small."""
+        if self._fits(self._batch.join, rows):
+            return
+        if running := len(self._batch.live):
+            self._batch.drop_columns(rows)
+            self._limit(running)
+        else:
+            self._make_room(rows)
+
+    def _make_room(self, tried: list[Row]) -> None:
+        """Frees all columns, and lets half of the rows that were tried go on. Fails a row that had the memory alone."""
+        others = [row for row in self._batch.with_columns if row not in tried]
+        self._batch.clear()
+        if len(tried) == 1 and not others:
+            row = tried[0]
+            row.job.fail(
+                ServerOpError(
+                    f"memory ran out for a sequence of {row.cached + 1} tokens, though no other was in memory; send a "
+                    "shorter prompt, or ask for fewer tokens"
+                )
+            )
+        else:
+            self._limit(max(1, len(tried) // 2))
+
+    def _limit(self, most: int) -> None:
+        """Lets at most so many rows run, and no job start, until one has ended and only so many are unfinished."""
+        self._most, self._refused = most, None
+        self._full_at = max(1, min(self._sequences(), most + 1))
+
+    def _fits(self, work: Callable[..., object], *args: object) -> bool:
+        """Runs `work`. Returns False, and keeps no tensor of it, when memory is too small."""
+        try:
+            work(*args)
+        except torch.AcceleratorError:  # the device is lost
+            raise
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            return False
+        return True
 
     def _put_back(self, jobs: list[Job]) -> None:
         """Puts jobs in front of all that wait."""

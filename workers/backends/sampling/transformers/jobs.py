@@ -24,7 +24,7 @@ Top = tuple[np.ndarray, np.ndarray]
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request with its adapter, and the future that its caller waits on. `started` counts samples that got a row.
+    """A request with its adapter, and the future that its caller waits on. `started` counts samples with a token.
 
     scores: the PromptScorer's result, float32 [n]. `reader` reads the images of the prompt. `shift`: the number that is
     added to the indices of its samples' tokens for their positions, because an image's tokens share positions.
@@ -70,7 +70,6 @@ class Job:
         except Exception as error:
             self.fail(error)
             return []
-        self.started += count
         return rows
 
     def finish(self, index: int, sequence: SampledSequence) -> None:
@@ -120,6 +119,11 @@ class Row:
     def cached(self) -> int:
         """Number of its columns in the cache: all but its newest token."""
         return len(self.job.request.prompt) + len(self.tokens) - 1
+
+    def so_far(self) -> Job:
+        """Returns a job whose prompt is the row's text without its newest token: the text of its columns."""
+        prompt = np.concatenate([self.job.request.prompt, np.array(self.tokens[:-1], np.int32)])
+        return replace(self.job, request=replace(self.job.request, prompt=prompt))
 
     def uniform(self) -> float:
         """Returns the random number in [0, 1) for sampling the next token."""
