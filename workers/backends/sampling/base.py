@@ -29,7 +29,7 @@ import numpy as np
 
 from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
-from app.errors import SetupError, TinsmithError, UserOpError
+from app.errors import SetupError, TinsmithError, Unavailable, UserOpError
 from app.settings import NO_VLLM, BaseModelSettings
 
 log = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ class SamplerBackend(Protocol):
     def load(self, adapter_id: str, folder: Path) -> None:
         """Makes the adapter in `folder` usable; a loaded id stays as it is. The caller keeps `folder` until `evict`.
 
-        Raises UserOpError when the files are damaged or do not fit the base model, and ServerOpError when the engine
-        has failed.
+        Raises UserOpError when the files are damaged or do not fit the base model, Unavailable when memory is too small
+        for them now, and ServerOpError when the engine has failed.
         """
         ...
 
@@ -222,6 +222,11 @@ def check_request(request: SampleRequest, info: BaseModelInfo) -> None:
     if low < 0 or high >= info.vocab_size:
         wrong = low if low < 0 else high
         raise UserOpError(f"prompt token {wrong} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1})")
+
+
+def no_memory(adapter_id: str) -> Unavailable:
+    """Returns the error of a load that found too little memory: other requests and adapters may free some."""
+    return Unavailable(f"memory is too small now to load {adapter_id}; it is tried again later")
 
 
 def check_finite(logprob: float) -> None:

@@ -18,8 +18,9 @@ from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import ServerOpError
 from app.settings import BaseModelSettings
 from workers.backends import devices
+from workers.backends.failures import ran_out_of_memory
 from workers.backends.sampling import vocabulary
-from workers.backends.sampling.base import BATCH, Aborted, RequestHandle, check_request
+from workers.backends.sampling.base import BATCH, Aborted, RequestHandle, check_request, no_memory
 from workers.backends.sampling.transformers import kv_cache
 from workers.backends.sampling.transformers.engine import Engine
 from workers.backends.sampling.transformers.jobs import Job
@@ -54,7 +55,12 @@ class TransformersSampler:
         return self._base.info
 
     def load(self, adapter_id: str, folder: Path) -> None:
-        self._weights.load(adapter_id, folder)
+        try:
+            self._weights.load(adapter_id, folder)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            raise no_memory(adapter_id) from error
 
     def evict(self, adapter_id: str) -> None:
         self._weights.evict(adapter_id)

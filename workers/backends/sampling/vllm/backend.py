@@ -23,7 +23,7 @@ from app.errors import OpError, ServerOpError, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends import devices
 from workers.backends.sampling import token_sampler, vocabulary
-from workers.backends.sampling.base import RequestHandle, check_request, token_limit
+from workers.backends.sampling.base import RequestHandle, check_request, no_memory, token_limit
 from workers.backends.sampling.vllm import arguments as vllm_arguments
 from workers.backends.sampling.vllm import engine as vllm_engine
 from workers.backends.sampling.vllm import patches
@@ -35,6 +35,10 @@ from workers.models import base_model, full_weights, lora, packed, peft_files
 
 _NATIVE_PLACE = re.compile(r"\[[0-9:]+\] /[^ ]+: ")
 """The time and source line with which xgrammar's C++ begins an error: "[21:14:23] /project/cpp/x.cc:4944: "."""
+
+_NO_MEMORY = ("out of memory", "allocate memory")
+"""The words of torch and of the system for a failed allocation. vLLM passes on the text alone of its processes' errors.
+"""
 
 
 class VllmSampler:
@@ -95,6 +99,8 @@ class VllmSampler:
         except OpError:
             raise
         except Exception as error:
+            if self.healthy() and any(said in str(error) for said in _NO_MEMORY):
+                raise no_memory(adapter_id) from error
             raise self._op_error(error, f"the adapter in {folder.name} cannot be loaded", by_user=True) from error
 
     def evict(self, adapter_id: str) -> None:
