@@ -9,7 +9,7 @@ large for one file.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import cached_file
 
 from app.domain.records import PROCESSOR_FILES, TOKENIZER_FILES
@@ -26,6 +27,7 @@ from app.settings import BaseModelSettings
 from workers.backends.training.base import Writer
 from workers.models import base_model, quantized
 
+Shape = tuple[int, ...]
 # vLLM and most stores are quicker with several files than with one large file.
 _SHARD = "5GB"
 _GENERATION = "generation_config.json"
@@ -147,12 +149,44 @@ def _check_same(folder: Path, found: Any, wanted: Any) -> None:
             )
 
 
-def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields each tensor by its name in the files, on the CPU; one at a time is in memory."""
+def tensors_in(folder: Path, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yields each tensor, or those of these names, by its name in the files, on the CPU; one at a time is in memory."""
     for path in _files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - a handle of safetensors is no dict
-                yield name, file.get_tensor(name)
+                if wanted is None or name in wanted:
+                    yield name, file.get_tensor(name)
+
+
+class Stored:
+    """The tensors that a folder with all weights of `model` holds, for an engine that reads the files itself.
+
+    `model` is a transformers PreTrainedModel; its weights may be on the meta device.
+    """
+
+    def __init__(self, model: Any) -> None:
+        tied = model.all_tied_weights_keys
+        own = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+        parameters = {name: own[name] for name, _ in model.named_parameters() if name in own}
+        # In files an expert has tensors of its own, which are stacked in memory. Some folders have those of memory.
+        self._needed = [_shapes_of(revert_weight_conversion(model, parameters)), _shapes_of(parameters)]
+        self._known = _shapes_of(own) | _shapes_of(revert_weight_conversion(model, own))
+
+    def names_in(self, folder: Path) -> list[str]:
+        """Returns the names of the model's tensors in the files. Others, such as a value head that was trained beside
+        the model, are left out. Raises UserOpError when a tensor is missing or has another shape."""
+        found = {name: shape for name, shape in _tensors(folder).items() if name in self._known}
+        missing = [sorted(needed.keys() - found.keys()) for needed in self._needed]
+        if all(missing):
+            first = min(missing, key=len)[0]
+            raise UserOpError(f"{folder.name} holds no weights of this base model: {first} is missing")
+        for name, shape in found.items():
+            if shape != self._known[name]:
+                raise UserOpError(
+                    f"{folder.name} holds no weights of this base model: {name} has the shape {list(shape)}, but this "
+                    f"base model needs {list(self._known[name])}"
+                )
+        return [*found]
 
 
 def weights_for(model: Any, folder: Path) -> Iterable[tuple[str, Tensor]]:
@@ -161,7 +195,7 @@ def weights_for(model: Any, folder: Path) -> Iterable[tuple[str, Tensor]]:
     The names differ for experts, which are one tensor only in memory. Raises UserOpError when some are missing.
     """
     wanted = dict(model.named_parameters()).keys()
-    if wanted <= _names_in(folder):
+    if wanted <= _tensors(folder).keys():
         return ((name, tensor) for name, tensor in tensors_in(folder) if name in wanted)
     try:
         return base_model.read_weights(str(folder), model).items()
@@ -174,13 +208,18 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("model*.safetensors"))
 
 
-def _names_in(folder: Path) -> set[str]:
-    names: set[str] = set()
+def _tensors(folder: Path) -> dict[str, Shape]:
+    """The shapes of the tensors by their names in the files."""
+    found: dict[str, Shape] = {}
     for path in _files(folder):
         with safe_open(path, framework="pt") as file:
-            names.update(file.keys())
-    return names
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return found
 
 
-def _shapes(model: Any) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
+def _shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _shapes(model: Any) -> dict[str, Shape]:
+    return _shapes_of(dict(model.named_parameters()))

@@ -293,7 +293,7 @@ class VllmFullFinetuneModel:
     base = None
 
     def __init__(self, engine: EngineThread, skeleton: nn.Module) -> None:
-        self._engine, self._skeleton = engine, skeleton
+        self._engine, self._skeleton, self._stored = engine, skeleton, full_weights.Stored(skeleton)
         self._loading = threading.Lock()
         self._present: str | None = None
         self._torn = False
@@ -308,9 +308,10 @@ class VllmFullFinetuneModel:
             if weights_id == self._present:
                 return
             full_weights.check_fits(folder, self._skeleton)
+            names = self._stored.names_in(folder)  # at another name vLLM would fail midway
             self._present = None
             try:
-                self._engine.call(partial(_replace, folder))
+                self._engine.call(partial(_replace, folder, names))
             except BaseException:
                 self._torn = True
                 raise
@@ -334,8 +335,8 @@ class VllmFullFinetuneModel:
         """Does nothing: there is nothing to free once the engine has ended."""
 
 
-async def _replace(folder: Path, engine: Any) -> None:
+async def _replace(folder: Path, names: Sequence[str], engine: Any) -> None:
     """Replaces the weights once no request runs. vLLM then also forgets the prefixes in its cache."""
     await engine.pause_generation(mode="wait", clear_cache=True)
-    await engine.collective_rpc("replace_weights", args=(str(folder),))
+    await engine.collective_rpc("replace_weights", args=(str(folder), names))
     await engine.resume_generation()
