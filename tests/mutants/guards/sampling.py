@@ -193,6 +193,20 @@ MUTANTS = (
         f"{_MEMORY}::test_a_step_without_memory_is_repeated",
     ),
     Mutant(
+        "context: a prompt that fills it may be scored",
+        "app/domain/sampling.py",
+        "return max_context if self.scores_prompt else max_context - 1",
+        "return max_context - 1",
+        "tests/unit/app/api/test_sampling.py::test_a_prompt_that_fills_the_context_may_be_scored",
+    ),
+    Mutant(
+        "context: without a score a token must fit behind the prompt",
+        "app/domain/sampling.py",
+        "return max_context if self.scores_prompt else max_context - 1",
+        "return max_context",
+        "tests/unit/app/api/test_sampling.py::test_a_bad_sample_is_refused_by_name_and_nothing_is_enqueued",
+    ),
+    Mutant(
         "shares: rows go to projects below their share first",
         "workers/backends/sampling/shares.py",
         "return has >= share[project], has / demands[project].weight",

@@ -75,8 +75,9 @@ class SamplerBackend(Protocol):
     def sample(
         self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
     ) -> SampleOutput:
-        """Runs one request; None is the base itself. Raises UserOpError for a request that only the engine can
-        refuse, and ServerOpError when the adapter is not loaded or the engine has failed.
+        """Runs one request; None is the base itself. A prompt that fills the context is scored, and its samples are
+        empty. Raises UserOpError for a request that only the engine can refuse, and ServerOpError when the adapter is
+        not loaded or the engine has failed.
 
         Raises Aborted soon after `handle.abort()`: the engine then stops the request, or does not start it.
         While other projects want rows, `handle.project` has its share of the batch
@@ -212,11 +213,10 @@ def check_request(request: SampleRequest, info: BaseModelInfo) -> None:
         raise UserOpError(f"this sampler of {info.name} takes prompts of text alone, without images")
     if request.json_schema and not info.follows_schemas:
         raise UserOpError(f"this sampler of {info.name} cannot follow a JSON schema; sampler.backend vllm can")
-    length = len(request.prompt)
-    if not 0 < length < info.max_context:
+    length, longest = len(request.prompt), request.longest_prompt(info.max_context)
+    if not 0 < length <= longest:
         raise UserOpError(
-            f"the prompt has {length} tokens; {info.name} takes 1 to {info.max_context - 1}, so that one more fits "
-            "into its context"
+            f"the prompt has {length} tokens; {info.name} takes 1 to {longest}, as its context has {info.max_context}"
         )
     low, high = int(request.prompt.min()), int(request.prompt.max())
     if low < 0 or high >= info.vocab_size:
@@ -236,7 +236,7 @@ def check_finite(logprob: float) -> None:
 
 
 def token_limit(request: SampleRequest, info: BaseModelInfo) -> int:
-    """Returns the token limit of a sample: max_tokens, or the space left in the context."""
+    """Returns the token limit of a sample: max_tokens, or the space left in the context, which may be 0."""
     return min(request.max_tokens, info.max_context - len(request.prompt))
 
 

@@ -48,7 +48,7 @@ class Job:
 
     @property
     def wants_scores(self) -> bool:
-        return self.scores is None and token_sampler.wanted(self.request)
+        return self.scores is None and self.request.scores_prompt
 
     def see(self) -> Picture | None:
         """Returns the images of the prompt, None without any, and notes the shift. Only a prompt that runs has its
@@ -101,7 +101,7 @@ class Row:
         self._top: list[Top] = []
         self._index = index
         self._limit = token_limit(request, job.info)
-        self._uniforms = np.random.default_rng(sample_seed(request.seed, index)).random(self._limit)
+        self._uniforms = np.random.default_rng(sample_seed(request.seed, index)).random(max(1, self._limit))
         ends = frozenset() if request.ignore_eos else job.vocabulary.end_tokens
         self._end_tokens = ends.union(request.stop_tokens)
         self._stop_text = (
@@ -130,7 +130,8 @@ class Row:
         return float(self._uniforms[len(self.tokens)]) if self.live else 0.0
 
     def push(self, token: int, logprob: float, top: Top | None = None) -> None:
-        """Adds the next token, and the likeliest ones if asked for. An error fails the row's own job alone."""
+        """Adds the next token, unless the prompt fills the context, and the likeliest ones if asked for. An error fails
+        the row's own job alone."""
         try:
             self._push(token, logprob, top)
         except Exception as error:
@@ -138,6 +139,15 @@ class Row:
 
     def _push(self, token: int, logprob: float, top: Top | None) -> None:
         check_finite(logprob)
+        stopped = self._limit > 0 and self._add(token, logprob, top)
+        if stopped or len(self.tokens) == self._limit:
+            self._ended = True
+            tokens, logprobs = np.array(self.tokens, np.int32), np.array(self._logprobs, np.float32)
+            sequence = SampledSequence(tokens, logprobs, stopped, self._all_top(), self._all_routes())
+            self.job.finish(self._index, sequence)
+
+    def _add(self, token: int, logprob: float, top: Top | None) -> bool:
+        """Adds a token. Returns whether the sample stops at it."""
         self.tokens.append(token)
         self._logprobs.append(logprob)
         if top is not None:
@@ -146,12 +156,7 @@ class Row:
         handle.sampled_tokens += 1
         if handle.on_tokens is not None:
             handle.on_tokens(self._index, [token], [logprob])
-        stopped = token in self._end_tokens or (self._stop_text is not None and self._stop_text.completes(token))
-        if stopped or len(self.tokens) == self._limit:
-            self._ended = True
-            tokens, logprobs = np.array(self.tokens, np.int32), np.array(self._logprobs, np.float32)
-            sequence = SampledSequence(tokens, logprobs, stopped, self._all_top(), self._all_routes())
-            self.job.finish(self._index, sequence)
+        return token in self._end_tokens or (self._stop_text is not None and self._stop_text.completes(token))
 
     def _all_top(self) -> TokenLogprobs | None:
         if not self._top:

@@ -113,7 +113,7 @@ class VllmSampler:
         adapter = self._weights.base if adapter_id is None else self._weights.find(adapter_id)
         handle = handle or RequestHandle()
         samples = self._run(adapter, request, handle, may_read_cache(request) and handle.on_tokens is None)
-        if token_sampler.wanted(request) and samples[0].scores is None:
+        if request.scores_prompt and samples[0].scores is None:
             # The prefix cache held a row that the request needs.
             samples = self._run(adapter, request, handle, read_cache=False)
         sequences = [sample.sequence() for sample in samples]
@@ -178,20 +178,23 @@ class VllmSampler:
         """Runs one vLLM request a sample, each with its own seed; the first one scores the prompt."""
         ends = frozenset() if request.ignore_eos else self._end_tokens
         limit, streams = token_limit(request, self._model_info), handle.on_tokens is not None
+        # vLLM refuses a prompt that fills the context. Its last token is not needed to score it.
+        prompt = request.prompt[: self._model_info.max_context - 1].tolist()
         params = [
-            vllm_requests.sampling_params(request, index, limit, ends, streams=streams, read_cache=read_cache)
+            vllm_requests.sampling_params(
+                request, index, limit, ends, len(prompt), streams=streams, read_cache=read_cache
+            )
             for index in range(request.num_samples)
         ]
-        samples = [Sample(request, index, handle.on_tokens) for index in range(request.num_samples)]
+        samples = [Sample(request, index, handle.on_tokens, limit) for index in range(request.num_samples)]
         names = [str(next(self._request_numbers)) for _ in samples]
 
         async def generate(engine: Any, name: str, params: Any, sample: Sample) -> None:
-            prompt = {"prompt_token_ids": request.prompt.tolist()}
             async with self._slots.slot(handle):
                 if handle.aborted:
                     return
-                async for result in engine.generate(prompt, params, name, lora_request=adapter):
-                    handle.sampled_tokens += len(result.outputs[0].token_ids)
+                async for result in engine.generate({"prompt_token_ids": prompt}, params, name, lora_request=adapter):
+                    handle.sampled_tokens += min(limit, len(result.outputs[0].token_ids))
                     if sample is samples[0]:
                         handle.cached_tokens = result.num_cached_tokens or 0
                     if not handle.aborted:
