@@ -74,6 +74,16 @@ class SampleRequest:
         """The most tokens that the request may take: its prompt, and all samples at full length."""
         return len(self.prompt) + self.num_samples * self.max_tokens
 
+    @property
+    def scores_prompt(self) -> bool:
+        """True if it asks for scores that need the logits of its prompt."""
+        asks = self.prompt_logprobs or self.prompt_top or self.prompt_alternatives
+        return len(self.prompt) > 1 and bool(asks or self.prompt_targets is not None)
+
+    def longest_prompt(self, max_context: int) -> int:
+        """The most tokens that its prompt may have. One token must fit after them, unless the prompt is scored."""
+        return max_context if self.scores_prompt else max_context - 1
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -86,7 +96,8 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
     """tokens int32 [n] (the stop token included), logprobs float32 [n] of the model itself, before temperature,
-    top-k and top-p; `stopped` is False when max_tokens or the context ended it. top: the likeliest tokens at each
+    top-k and top-p; `stopped` is False when max_tokens or the context ended it. n is 0 after a prompt that fills the
+    context. top: the likeliest tokens at each
     position. routes: [n - 1, layers, top_k] as in app.domain.routes, where the sampler records them; the last token
     never went through the model."""
 

@@ -218,17 +218,16 @@ def check_records(asked: Mapping[str, Any]) -> None:
 
 
 def check_prompt(request: SampleRequest, info: BaseModelInfo) -> None:
-    """Requires ids in the vocabulary, and room for one more token in the context."""
+    """Requires ids in the vocabulary, and room for one more token in the context unless the prompt is to be scored."""
     prompt = request.prompt
     check_reads_images(request.images, info)
     if not len(prompt):
         raise BadRequest("the prompt is empty: send at least one token")
-    if len(prompt) >= info.max_context:
+    longest = request.longest_prompt(info.max_context)
+    if len(prompt) > longest:
         # Agents compact their conversation when they read the first words: Anthropic's, and tinker-cookbook's proxy.
-        raise BadRequest(
-            f"prompt is too long: {len(prompt)} tokens > {info.max_context - 1} maximum, so that one more fits into "
-            "the model's context"
-        )
+        reason = "the model's context" if request.scores_prompt else "so that one more fits into the model's context"
+        raise BadRequest(f"prompt is too long: {len(prompt)} tokens > {longest} maximum, {reason}")
     outside = (prompt < 0) | (prompt >= info.vocab_size)
     if outside.any():
         index = int(outside.argmax())

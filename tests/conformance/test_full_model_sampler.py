@@ -53,6 +53,17 @@ def full_sampler(
     assert not backend.healthy()
 
 
+Tensors = dict[str, torch.Tensor]
+
+
+def copied(source: Path, folder: Path, change: Callable[[Tensors], Tensors]) -> Path:
+    """Returns a copy of a model with changed tensors."""
+    folder.mkdir()
+    save_file(change(load_file(source / "model.safetensors")), folder / "model.safetensors")
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    return folder
+
+
 Sampled = Callable[..., SampledSequence]
 
 
@@ -187,14 +198,46 @@ def test_a_folder_of_another_model_is_refused_and_what_is_there_stays(
     assert one(full_sampler, "one", PROMPTS[1], temperature=0.0).tokens.tolist() == before
 
 
+def test_tensors_that_are_not_of_the_model_are_passed_over(
+    full_sampler: SamplerBackend, models: dict[str, Reference], tmp_path: Path
+) -> None:
+    """TRL writes a value head beside a model, and older versions of transformers wrote rotary frequencies."""
+    further = {
+        "v_head.summary.weight": torch.ones(1, 64),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        "model.layers.0.mlp.experts.0.v_head.weight": torch.ones(1, 64),
+        "lm_head.weight.further": torch.ones(1),
+        "mtp.fc.weight": torch.ones(64, 128),
+    }
+    folder = copied(models["one"].folder, tmp_path / "further", lambda tensors: {**tensors, **further})
+    full_sampler.load("two", models["two"].folder)
+    full_sampler.load("further", folder)
+    found = one(full_sampler, "further", PROMPTS[1], temperature=0.0)
+    assert found.tokens.tolist() == models["one"].greedy(None, PROMPTS[1], 12)
+
+
+def test_weights_of_which_one_is_missing_are_refused_and_what_is_there_stays(
+    full_sampler: SamplerBackend, sampled: Sampled, models: dict[str, Reference], tmp_path: Path
+) -> None:
+    before = sampled("two", PROMPTS[1], temperature=0.0).tokens.tolist()
+    name = "model.layers.1.mlp.up_proj.weight"
+    less = copied(
+        models["one"].folder, tmp_path / "less", lambda tensors: {n: tensors[n] for n in tensors if n != name}
+    )
+    with pytest.raises(UserOpError, match=rf"less.* {name}"):
+        full_sampler.load("less", less)
+    assert one(full_sampler, "two", PROMPTS[1], temperature=0.0).tokens.tolist() == before
+
+
 def test_weights_that_are_not_finite_harm_no_other_model(
     full_sampler: SamplerBackend, sampled: Sampled, models: dict[str, Reference], tmp_path: Path
 ) -> None:
-    source = models["one"].folder
-    tensors = {name: tensor.fill_(torch.nan) for name, tensor in load_file(source / "model.safetensors").items()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
-    full_sampler.load("broken", tmp_path)
+    nan = copied(
+        models["one"].folder,
+        tmp_path / "nan",
+        lambda tensors: {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()},
+    )
+    full_sampler.load("broken", nan)
     with pytest.raises(OpError, match="not finite"):
         one(full_sampler, "broken", PROMPTS[1])
     assert sampled("two", PROMPTS[1], temperature=0.0).tokens.tolist() == models["two"].greedy(None, PROMPTS[1], 12)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from app.domain.sampling import UNSCORED, Cells, SampleOutput, TokenLogprobs
-from tests.conformance.samplers import PROMPTS, ask
+from tests.conformance.samplers import CONTEXT, PROMPTS, ask
 from tests.models import VOCAB_SIZE
 from workers.backends.sampling.base import SamplerBackend
 
@@ -154,6 +154,33 @@ def test_a_prompt_of_one_token_has_nothing_to_score(sampler):
     assert np.isnan(output.prompt_logprobs).tolist() == [True]
     assert output.prompt_top.logprobs.tolist() == [[UNSCORED] * 3]
     assert output.prompt_alternatives.tokens.shape == (0, 2)
+
+
+FULL = np.random.default_rng(11).integers(0, 256, size=CONTEXT).astype(np.int32)
+
+
+@pytest.mark.parametrize("adapter", [None, "two"])
+def test_a_prompt_that_fills_the_context_is_scored_and_its_samples_are_empty(sampler, reference, adapter):
+    """As long as a prompt with a sample that ran to the end of the context."""
+    for last in (0, 10):
+        output = scored(sampler, adapter, FULL, num_samples=2, prompt_last_n=last, **EVERYTHING)
+        table = reference.table(adapter, FULL)[:-1]
+        of = slice(-last, None) if last else slice(1, None)
+        np.testing.assert_allclose(output.prompt_logprobs[of], reference.logprobs(adapter, FULL)[-last:], atol=1e-3)
+        check_top(TokenLogprobs(output.prompt_top.tokens[of], output.prompt_top.logprobs[of]), table[-last:], 3)
+        found = output.prompt_alternatives
+        np.testing.assert_allclose(found.logprobs, at(table, found.tokens), atol=1e-3)
+        for sequence in output.sequences:
+            assert (len(sequence.tokens), len(sequence.logprobs), sequence.stopped) == (0, 0, False)
+
+
+def test_a_prompt_that_fills_the_context_is_scored_beside_others(sampler, reference):
+    requests = [ask(FULL, max_tokens=1, prompt_logprobs=True), ask(PROMPTS[3]), ask(FULL[1:], prompt_logprobs=True)]
+    with ThreadPoolExecutor(3) as pool:
+        full, other, shorter = pool.map(lambda request: sampler.sample("one", request), requests)
+    np.testing.assert_allclose(full.prompt_logprobs[1:], reference.logprobs("one", FULL), atol=1e-3)
+    np.testing.assert_allclose(shorter.prompt_logprobs[1:], reference.logprobs("one", FULL[1:]), atol=1e-3)
+    assert [len(output.sequences[0].tokens) for output in (full, other, shorter)] == [0, 12, 1]
 
 
 def test_what_the_cache_holds_of_a_prompt_is_said_and_changes_no_score(sampler, reference):

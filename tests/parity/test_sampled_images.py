@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from app.domain.images import Image
 from app.domain.ops import Batch, ForwardBackward, Ragged
@@ -22,6 +24,7 @@ from tests.parity.test_sampled_architectures import trained
 from tests.parity.training import run
 from tests.pictures import PLACEHOLDER, image
 from workers.backends.sampling.base import SamplerBackend, create
+from workers.backends.sampling.transformers.batch import RunningBatch
 from workers.backends.training.trainer import Trainer
 
 
@@ -83,6 +86,23 @@ def test_sampled_and_prompt_logprobs_are_the_trainers_own(pair: Pair) -> None:
             if output.prompt_logprobs is not None:
                 # At an image's positions too: the logprob of token 0, the target that the cookbook has there.
                 np.testing.assert_allclose(output.prompt_logprobs[1:], wanted[: length - 1], atol=1e-4)
+
+
+def test_samples_are_the_same_though_memory_ran_out_in_a_step(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = pair.sample(REQUESTS)
+    step, calls = RunningBatch.step, count(1)
+
+    def fourth_runs_out(batch: RunningBatch) -> None:
+        step(batch)
+        if next(calls) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(RunningBatch, "step", fourth_runs_out)
+    for request, one, other in zip(REQUESTS, pair.sample(REQUESTS), before, strict=True):
+        for mine, theirs in zip(one.sequences, other.sequences, strict=True):
+            assert mine.tokens.tolist() == theirs.tokens.tolist(), request.seed
+            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4)
+    assert next(calls) > 4
 
 
 def test_a_prompt_with_an_image_of_other_tokens_is_refused_and_the_next_one_runs(pair: Pair) -> None:

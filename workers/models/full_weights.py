@@ -29,6 +29,7 @@ from app.settings import BaseModelSettings
 from workers.backends.training.base import Writer
 from workers.models import base_model, quantized
 
+Shape = tuple[int, ...]
 # vLLM and most stores are quicker with several files than with one large file.
 _SHARD = "5GB"
 _GENERATION = "generation_config.json"
@@ -104,7 +105,7 @@ def write_dequantized(settings: BaseModelSettings, folder: Path) -> None:
     huggingface_writer(model, tensors, base.dtype, base.tokenizer)(folder)
 
 
-def weight_shapes(settings: BaseModelSettings) -> dict[str, tuple[int, ...]]:
+def weight_shapes(settings: BaseModelSettings) -> dict[str, Shape]:
     """The shapes of the base model's weights by their names in a checkpoint's files, as transformers writes them.
 
     Experts are left out: a file has them stacked or one by one, and their names would be most of a trainer's report.
@@ -113,7 +114,7 @@ def weight_shapes(settings: BaseModelSettings) -> dict[str, tuple[int, ...]]:
     """
     model = base_model.skeleton(settings)
     weights = {name: weight.detach() for name, weight in model.named_parameters() if ".experts." not in name}
-    return {name: tuple(weight.shape) for name, weight in revert_weight_conversion(model, weights).items()}
+    return _shapes_of(revert_weight_conversion(model, weights))
 
 
 def _check_names(found: Iterable[str], wanted: Iterable[str]) -> None:
@@ -202,7 +203,7 @@ def _check_buffers(folder: Path, model: Any) -> None:
     memory has none to compare: vLLM, which it stands for, reads those of the folder."""
     own = {name: model.get_buffer(name) for name in _persistent_buffers(model)}
     own = revert_weight_conversion(model, {name: buffer for name, buffer in own.items() if not buffer.is_meta})
-    for name, found in sorted(_tensors_named(folder, own).items()):
+    for name, found in sorted(tensors_in(folder, own)):
         dtype = min(found.dtype, own[name].dtype, key=lambda dtype: dtype.itemsize)
         if not torch.equal(found.to(dtype), own[name].to("cpu", dtype)):
             raise UserOpError(
@@ -211,20 +212,44 @@ def _check_buffers(folder: Path, model: Any) -> None:
             )
 
 
-def _tensors_named(folder: Path, names: Collection[str]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in _files(folder):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118
-    return found
-
-
-def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields each tensor by its name in the files, on the CPU; one at a time is in memory."""
+def tensors_in(folder: Path, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yields each tensor, or those of these names, by its name in the files, on the CPU; one at a time is in memory."""
     for path in _files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - a handle of safetensors is no dict
-                yield name, file.get_tensor(name)
+                if wanted is None or name in wanted:
+                    yield name, file.get_tensor(name)
+
+
+class Stored:
+    """The tensors that a folder with all weights of `model` holds, for an engine that reads the files itself.
+
+    `model` is a transformers PreTrainedModel; its weights may be on the meta device.
+    """
+
+    def __init__(self, model: Any) -> None:
+        tied = model.all_tied_weights_keys
+        own = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+        parameters = {name: own[name] for name, _ in model.named_parameters() if name in own}
+        # In files an expert has tensors of its own, which are stacked in memory. Some folders have those of memory.
+        self._needed = [_shapes_of(revert_weight_conversion(model, parameters)), _shapes_of(parameters)]
+        self._known = _shapes_of(own) | _shapes_of(revert_weight_conversion(model, own))
+
+    def names_in(self, folder: Path) -> list[str]:
+        """Returns the names of the model's tensors in the files. Others, such as a value head that was trained beside
+        the model, are left out. Raises UserOpError when a tensor is missing or has another shape."""
+        found = {name: shape for name, shape in _tensors(folder).items() if name in self._known}
+        missing = [sorted(needed.keys() - found.keys()) for needed in self._needed]
+        if all(missing):
+            first = min(missing, key=len)[0]
+            raise UserOpError(f"{folder.name} holds no weights of this base model: {first} is missing")
+        for name, shape in found.items():
+            if shape != self._known[name]:
+                raise UserOpError(
+                    f"{folder.name} holds no weights of this base model: {name} has the shape {list(shape)}, but this "
+                    f"base model needs {list(self._known[name])}"
+                )
+        return [*found]
 
 
 def weights_for(model: Any, folder: Path) -> Iterable[tuple[str, Tensor]]:
@@ -234,7 +259,7 @@ def weights_for(model: Any, folder: Path) -> Iterable[tuple[str, Tensor]]:
     These differ for experts, which are one tensor only in memory. Raises UserOpError when some are missing.
     """
     wanted = _shapes(model)
-    if wanted.items() <= _shapes_in(folder).items():
+    if wanted.items() <= _tensors(folder).items():
         return ((name, tensor) for name, tensor in tensors_in(folder) if name in wanted)
     try:
         return base_model.read_weights(str(folder), model).items()
@@ -247,13 +272,18 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("model*.safetensors"))
 
 
-def _shapes_in(folder: Path) -> dict[str, torch.Size]:
-    shapes: dict[str, torch.Size] = {}
+def _tensors(folder: Path) -> dict[str, Shape]:
+    """The shapes of the tensors by their names in the files."""
+    found: dict[str, Shape] = {}
     for path in _files(folder):
         with safe_open(path, framework="pt") as file:
-            shapes |= {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes
+            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return found
 
 
-def _shapes(model: Any) -> dict[str, torch.Size]:
-    return {name: parameter.shape for name, parameter in model.named_parameters()}
+def _shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _shapes(model: Any) -> dict[str, Shape]:
+    return _shapes_of(dict(model.named_parameters()))

@@ -105,17 +105,21 @@ class Adapters:
                 self._loaded.move_to_end(prefix)
                 telemetry.ADAPTER_USES.labels("hit").inc()
                 return
-        self._backend.load(prefix, folder)
+        try:
+            self._backend.load(prefix, folder)
+        except Unavailable:
+            self._evict_unused(0)  # they may have the memory that is missing
+            self._backend.load(prefix, folder)
         self._files.acquire(prefix)
         with self._lock:
             self._loaded[prefix] = None
             telemetry.ADAPTERS.set(len(self._loaded))
         telemetry.ADAPTER_USES.labels("miss").inc()
 
-    def _evict_unused(self) -> None:
-        """Evicts unused adapters without the lock: a busy engine evicts one only between two steps. A request for that
-        adapter waits meanwhile, and then loads it again."""
-        while (prefix := self._take_surplus()) is not None:
+    def _evict_unused(self, most: int | None = None) -> None:
+        """Evicts unused adapters beyond `most` loaded ones, without the lock: a busy engine evicts one only between two
+        steps. A request for that adapter waits meanwhile, and then loads it again."""
+        while (prefix := self._take_surplus(self._most if most is None else most)) is not None:
             try:
                 self._backend.evict(prefix)
                 self._files.release(prefix)
@@ -123,13 +127,13 @@ class Adapters:
                 self._loading[prefix].release()
                 self._leave(prefix)
 
-    def _take_surplus(self) -> str | None:
-        """Removes an unused adapter from those that are loaded, if they are too many, and takes its loading lock.
+    def _take_surplus(self, most: int) -> str | None:
+        """Removes an unused adapter from those that are loaded, if they are over `most`, and takes its loading lock.
 
         The lock is free: only a request that uses the adapter holds it."""
         with self._lock:
             unused = (prefix for prefix in self._loaded if not self._in_use[prefix])
-            prefix = next(unused, None) if len(self._loaded) > self._most else None
+            prefix = next(unused, None) if len(self._loaded) > most else None
             if prefix is not None:
                 self._loading[prefix].acquire()
                 self._in_use[prefix] += 1

@@ -14,6 +14,7 @@ _AFFINITY = f"{_STORES}/test_adapter_affinity.py"
 _CANCELLING = "tests/unit/workers/sample/test_cancellation.py"
 _ENGINES = "--confcutdir=tests/unit/workers/backends/sampling tests/unit/workers/backends/sampling"
 _PREEMPTION = f"{_ENGINES}/transformers/test_preemption.py"
+_MEMORY = f"{_ENGINES}/transformers/test_engine.py"
 _SHARES = f"{_ENGINES}/test_shares.py"
 _SLOTS = f"{_ENGINES}/vllm/test_slots.py"
 _OPENAI = "--confcutdir=tests/unit/app/services/openai tests/unit/app/services/openai"
@@ -150,16 +151,16 @@ MUTANTS = (
     # Projects share a batch.
     Mutant(
         "batch: a project above its share gives rows up",
-        "workers/backends/sampling/transformers/backend.py",
-        "if taken := surplus(demands, self._max_batch):",
-        "if taken := Counter[str]():",
+        "workers/backends/sampling/transformers/engine.py",
+        "(taken := surplus(demands, self._max_batch))",
+        "(taken := Counter[str]())",
         f"{_PREEMPTION}::test_a_short_request_of_another_project_ends_within_a_few_steps_of_a_long_one",
     ),
     Mutant(
         "batch: rows that were set aside come back",
-        "workers/backends/sampling/transformers/backend.py",
-        "resumed = self._batch.resume(granted)",
-        "resumed = self._batch.resume({})",
+        "workers/backends/sampling/transformers/engine.py",
+        "resumed = self._batch.choose(granted)",
+        "resumed = self._batch.choose({})",
         f"{_PREEMPTION}::test_a_project_gets_its_share_of_the_rows_and_no_more",
         slow=True,
     ),
@@ -169,6 +170,41 @@ MUTANTS = (
         "kv_cache.Part(self._cache, [places[row]], [0])",
         "kv_cache.Part(self._cache, [0], [0])",
         f"{_PREEMPTION}::test_rows_go_on_with_the_same_bits_after_they_were_set_aside",
+    ),
+    Mutant(
+        "batch: a row for which memory is too small joins later",
+        "workers/backends/sampling/transformers/engine.py",
+        "if self._fits(self._batch.join, rows):",
+        "if self._batch.join(rows) is None:",
+        f"{_MEMORY}::test_rows_that_memory_is_too_small_for_join_when_others_have_ended",
+    ),
+    Mutant(
+        "batch: a step without memory is repeated",
+        "workers/backends/sampling/transformers/engine.py",
+        "if self._fits(self._batch.step):",
+        "if self._batch.step() is None:",
+        f"{_MEMORY}::test_a_step_without_memory_is_repeated",
+    ),
+    Mutant(
+        "batch: columns that a row gave up are computed again",
+        "workers/backends/sampling/transformers/jobs.py",
+        "np.array(self.tokens[:-1], np.int32)",
+        "np.array(self.tokens[1:], np.int32)",
+        f"{_MEMORY}::test_a_step_without_memory_is_repeated",
+    ),
+    Mutant(
+        "context: a prompt that fills it may be scored",
+        "app/domain/sampling.py",
+        "return max_context if self.scores_prompt else max_context - 1",
+        "return max_context - 1",
+        "tests/unit/app/api/test_sampling.py::test_a_prompt_that_fills_the_context_may_be_scored",
+    ),
+    Mutant(
+        "context: without a score a token must fit behind the prompt",
+        "app/domain/sampling.py",
+        "return max_context if self.scores_prompt else max_context - 1",
+        "return max_context",
+        "tests/unit/app/api/test_sampling.py::test_a_bad_sample_is_refused_by_name_and_nothing_is_enqueued",
     ),
     Mutant(
         "shares: rows go to projects below their share first",

@@ -483,6 +483,20 @@ MUTANTS = (
         "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_full_weights.py",
     ),
     Mutant(
+        "imports: vLLM reads the model's own tensors alone",
+        "workers/models/full_weights.py",
+        "if wanted is None or name in wanted:",
+        "if True:",
+        "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_full_weights.py",
+    ),
+    Mutant(
+        "imports: a tensor of another shape is refused",
+        "workers/models/full_weights.py",
+        "if shape != self._known[name]:",
+        "if False:",
+        "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_full_weights.py",
+    ),
+    Mutant(
         "imports: all weights are there",
         "app/services/imports/full_weights.py",
         'if found.get(name) != wanted and (name in found or ".experts." not in name):',

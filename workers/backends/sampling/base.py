@@ -29,7 +29,7 @@ import numpy as np
 
 from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
-from app.errors import SetupError, TinsmithError, UserOpError
+from app.errors import SetupError, TinsmithError, Unavailable, UserOpError
 from app.settings import NO_VLLM, BaseModelSettings
 
 log = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ class SamplerBackend(Protocol):
     def load(self, adapter_id: str, folder: Path) -> None:
         """Makes the adapter in `folder` usable; a loaded id stays as it is. The caller keeps `folder` until `evict`.
 
-        Raises UserOpError when the files are damaged or do not fit the base model, and ServerOpError when the engine
-        has failed.
+        Raises UserOpError when the files are damaged or do not fit the base model, Unavailable when memory is too small
+        for them now, and ServerOpError when the engine has failed.
         """
         ...
 
@@ -75,8 +75,9 @@ class SamplerBackend(Protocol):
     def sample(
         self, adapter_id: str | None, request: SampleRequest, handle: RequestHandle | None = None
     ) -> SampleOutput:
-        """Runs one request; None is the base itself. Raises UserOpError for a request that only the engine can
-        refuse, and ServerOpError when the adapter is not loaded or the engine has failed.
+        """Runs one request; None is the base itself. A prompt that fills the context is scored, and its samples are
+        empty. Raises UserOpError for a request that only the engine can refuse, and ServerOpError when the adapter is
+        not loaded or the engine has failed.
 
         Raises Aborted soon after `handle.abort()`: the engine then stops the request, or does not start it.
         While other projects want rows, `handle.project` has its share of the batch
@@ -212,16 +213,20 @@ def check_request(request: SampleRequest, info: BaseModelInfo) -> None:
         raise UserOpError(f"this sampler of {info.name} takes prompts of text alone, without images")
     if request.json_schema and not info.follows_schemas:
         raise UserOpError(f"this sampler of {info.name} cannot follow a JSON schema; sampler.backend vllm can")
-    length = len(request.prompt)
-    if not 0 < length < info.max_context:
+    length, longest = len(request.prompt), request.longest_prompt(info.max_context)
+    if not 0 < length <= longest:
         raise UserOpError(
-            f"the prompt has {length} tokens; {info.name} takes 1 to {info.max_context - 1}, so that one more fits "
-            "into its context"
+            f"the prompt has {length} tokens; {info.name} takes 1 to {longest}, as its context has {info.max_context}"
         )
     low, high = int(request.prompt.min()), int(request.prompt.max())
     if low < 0 or high >= info.vocab_size:
         wrong = low if low < 0 else high
         raise UserOpError(f"prompt token {wrong} is outside the vocabulary of {info.name} (0 to {info.vocab_size - 1})")
+
+
+def no_memory(adapter_id: str) -> Unavailable:
+    """Returns the error of a load that found too little memory: other requests and adapters may free some."""
+    return Unavailable(f"memory is too small now to load {adapter_id}; it is tried again later")
 
 
 def check_finite(logprob: float) -> None:
@@ -231,7 +236,7 @@ def check_finite(logprob: float) -> None:
 
 
 def token_limit(request: SampleRequest, info: BaseModelInfo) -> int:
-    """Returns the token limit of a sample: max_tokens, or the space left in the context."""
+    """Returns the token limit of a sample: max_tokens, or the space left in the context, which may be 0."""
     return min(request.max_tokens, info.max_context - len(request.prompt))
 
 

@@ -120,12 +120,6 @@ def _first_beyond(ends: Tensor, place: Tensor) -> Tensor:
     return torch.searchsorted(ends, place, right=True).clamp_(max=ends.shape[-1] - 1)
 
 
-def wanted(request: SampleRequest) -> bool:
-    """Returns whether the request asks for scores that need the prompt's logits."""
-    asks = request.prompt_logprobs or request.prompt_top or request.prompt_alternatives
-    return len(request.prompt) > 1 and bool(asks or request.prompt_targets is not None)
-
-
 class PromptScorer:
     """Collects one request's scores. Keeps only the scores, never the logits they come from."""
 
@@ -191,11 +185,12 @@ class PromptScorer:
 def output(
     request: SampleRequest, sequences: Sequence[SampledSequence], flat: np.ndarray | None, cached_tokens: int = 0
 ) -> SampleOutput:
-    """Builds the answer from its samples and the PromptScorer's scores: float32 [n], or None if nothing was `wanted`.
+    """Builds the answer from its samples and the PromptScorer's scores: float32 [n], or None if the request asked for
+    none.
 
-    Raises ServerOpError where wanted scores are missing.
+    Raises ServerOpError where scores are missing.
     """
-    if flat is None and wanted(request):
+    if flat is None and request.scores_prompt:
         raise ServerOpError("the engine ran the prompt but returned no scores of it")
     rest = np.empty(0, np.float32) if flat is None else flat
     rows, top, sampled = len(request.prompt) - 1, request.prompt_top, request.prompt_alternatives

@@ -179,6 +179,11 @@ BAD: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "no prompt": (prompt([]), 400, ["prompt is empty"]),
     # tinker-cookbook's proxy and Anthropic's clients know a full context by these words.
     "no room": (prompt([1] * CONTEXT), 400, [f"prompt is too long: {CONTEXT} tokens > {CONTEXT - 1} maximum"]),
+    "no room to score": (
+        {**prompt([1] * (CONTEXT + 1)), "prompt_logprobs": True},
+        400,
+        [f"prompt is too long: {CONTEXT + 1} tokens > {CONTEXT} maximum"],
+    ),
     "an image": ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, 400, ["image"]),
     "no samples": ({"num_samples": 0}, 400, ["num_samples 0"]),
     "too many samples": ({"num_samples": 5000}, 400, ["5000", "1024"]),
@@ -252,6 +257,17 @@ def test_a_bad_sample_is_refused_by_name_and_nothing_is_enqueued(api: Api, case:
     assert all(word in answer.json["detail"] for word in words), answer.json
     assert api.services.oplog.pending() == []
     assert api.post("asample", body(sampler)).status_code == 200
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 1}, {"max_tokens": 50}, {}])
+def test_a_prompt_that_fills_the_context_may_be_scored(api: Api, params: dict[str, Any]) -> None:
+    """Programs score a prompt with its sample, and the sample may end with the context."""
+    sampler = api.sampler()
+    full = {**prompt([1] * CONTEXT), "prompt_logprobs": True, "sampling_params": params}
+    answer = api.post("asample", body(sampler, **full))
+    assert answer.status_code == 200, answer.json
+    request = admitted(api, answer.json["request_id"])
+    assert (len(request.prompt), request.max_tokens) == (CONTEXT, 1)
 
 
 def test_a_sampler_of_a_checkpoint_knows_its_base(api: Api) -> None:

@@ -22,6 +22,7 @@ from tests.parity.architectures import build, class_name
 from workers.backends.training.base import OPTIMIZER_FILE
 from workers.models import base_model
 from workers.models.full_weights import (
+    Stored,
     check_config,
     check_fits,
     huggingface_writer,
@@ -107,6 +108,39 @@ def test_a_folder_that_transformers_writes_is_imported_for_its_own_base(case: st
     save_file({**weights, name: weights[name][:1].clone()}, folder / "model.safetensors")
     with pytest.raises(BadRequest, match=f"{re.escape(name)} has the shape"):
         full_weights.read(folder, class_name(case), shapes, LimitSettings())
+
+
+@pytest.mark.parametrize("case", ["llama, tied head", "qwen3-moe", "gpt-oss", "deepseek-v3", "nemotron-h", "qwen3-vl"])
+def test_of_a_folder_with_further_tensors_those_of_the_model_are_named(case: str, tmp_path: Path) -> None:
+    base = build(case, tmp_path / "base")
+    model = base_model.skeleton(BaseModelSettings(name="tiny", path=str(base)))
+    names = [name for name, _ in tensors_in(base)]
+    assert sorted(Stored(model).names_in(base)) == sorted(names)
+    path = base / "model.safetensors"
+    further = {"v_head.summary.weight": torch.ones(1), f"{names[0]}.further": torch.ones(1)}
+    save_file(load_file(path) | further, path)
+    assert sorted(Stored(model).names_in(base)) == sorted(names)
+    assert [name for name, _ in tensors_in(base, names[:2])] == sorted(names[:2])
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.experts.2.up_proj.weight"])
+def test_a_tensor_that_is_missing_or_of_another_shape_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    base = build("qwen3-moe", tmp_path / "base")
+    stored, path = Stored(AutoModelForCausalLM.from_pretrained(base)), base / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {name: torch.ones(3)}, path)
+    with pytest.raises(UserOpError, match=rf"{name} has the shape \[3\], but this base model needs"):
+        stored.names_in(base)
+    save_file({other: tensors[other] for other in tensors if other != name}, path)
+    with pytest.raises(UserOpError, match=f"{name} is missing"):
+        stored.names_in(base)
+
+
+def test_experts_that_are_stored_as_they_are_in_memory_are_named(tmp_path: Path) -> None:
+    base = build("qwen3-moe", tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, base / "model.safetensors")
+    assert sorted(Stored(model).names_in(base)) == sorted(model.state_dict())
 
 
 @pytest.mark.parametrize("other", ["llama, tied head", "qwen3"])

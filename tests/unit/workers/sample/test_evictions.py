@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from app.errors import Unavailable
 from workers.backends.sampling.base import RequestHandle
 from workers.process.fair_queue import FairQueue
 from workers.sample.adapters import Adapters, AdapterScheduler
@@ -26,9 +27,12 @@ class SlowEngine:
         self.evicting, self.busy = threading.Event(), threading.Event()
         self.here: set[str] = set()
         self.events: list[str] = []
+        self.room = 99
 
     def load(self, adapter_id: str, folder: Path) -> None:
         if adapter_id not in self.here:
+            if len(self.here) >= self.room:
+                raise Unavailable("memory is short")
             self.here.add(adapter_id)
             self.events.append(f"load {adapter_id}")
 
@@ -49,8 +53,10 @@ class Files:
 
     @contextmanager
     def use(self, prefix: str) -> Iterator[Path]:
-        yield self.acquire(prefix)
-        self.release(prefix)
+        try:
+            yield self.acquire(prefix)
+        finally:
+            self.release(prefix)
 
     def acquire(self, prefix: str) -> Path:
         self.held[prefix] += 1
@@ -116,3 +122,17 @@ def test_an_adapter_that_is_wanted_again_while_it_is_evicted_is_loaded_again(wor
     (kept,) = world.engine.here
     assert +world.files.held == {kept: 1}
     assert world.adapters._in_use.keys() == world.adapters._loading.keys() == {kept}
+
+
+def test_unused_adapters_leave_when_memory_is_too_small_for_another_one(world: World) -> None:
+    world.engine.busy.set()
+    assert world.ending.result(WITHIN_S)
+    world.engine.room = 1
+    with world.adapters.use("c", "me", RequestHandle()):
+        assert world.engine.here == {"c"}
+        with pytest.raises(Unavailable):
+            world.use("d")
+        assert world.engine.here == {"c"}, "one that is in use stays"
+    assert world.use("d")
+    assert world.engine.here == {"d"}
+    assert +world.files.held == {"d": 1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -22,20 +22,27 @@ from workers.models.adapter import Adapter
 # Padded tokens in one pass. Scoring needs the logits of its tokens: 256 of a 150k vocabulary are 150 MB of float32.
 PASS_TOKENS = 2048
 SCORED_PASS_TOKENS = 256
+Columns = tuple[Cache, int]
+"""A cache, and the place of a row in it."""
 
 
 class RunningBatch:
     """Rows sorted by adapter, so that each adapter is one segment, over one right-aligned cache.
 
     Ended rows stay as idle rows until a quarter of all rows are idle: dropping a row copies the full cache. A row that
-    is set aside keeps its tokens and its columns of the cache, and goes on later as if nothing had happened.
+    is set aside keeps its tokens, and its columns of the cache unless memory is short. It goes on later as if nothing
+    had happened; columns that it gave up are computed again.
+
+    An error in `begin`, `join`, `set_aside` or `compact` changes nothing. After one in `step`, `clear` is due.
     """
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model = model
         self._device = device
         self._rows: list[Row] = []
-        self._aside: dict[Row, Cache] = {}
+        self._aside: dict[Row, Columns | None] = {}
+        self._compacted = 0
+        """Number of live rows when idle rows were last dropped, or memory was too small for it."""
         self._width: int
         self._cache: Cache
         self._starts: Tensor
@@ -51,44 +58,70 @@ class RunningBatch:
     @property
     def aside(self) -> list[Row]:
         """The live rows that are set aside, in the order in which they were."""
-        self._aside = {row: cache for row, cache in self._aside.items() if row.live}
+        self._aside = {row: columns for row, columns in self._aside.items() if row.live}
         return list(self._aside)
 
-    def add(self, starting: Sequence[tuple[Job, int]], prefilled: Prefilled) -> None:
-        """Samples the first token of starting[i][1] new samples of each prefilled job. Unfinished samples join the
-        batch.
-        """
-        rows = [(place, row) for place, (job, count) in enumerate(starting) for row in job.start(count)]
-        logits = prefilled.logits[torch.tensor([place for place, _ in rows], dtype=torch.long, device=self._device)]
-        rows_sampled = [row for _, row in rows]
-        push(rows_sampled, TokenSampler([row.job.request for row in rows_sampled], self._device), logits)
-        self._compose([(prefilled.cache, place, row) for place, row in rows if row.live])
-
-    def set_aside(self, counts: Mapping[str, int]) -> None:
-        """Sets aside so many rows of each project, those with the fewest tokens."""
-        places = {row: place for place, row in enumerate(self._rows)}
-        for project, count in counts.items():
-            rows = [row for row in self.live if row.job.handle.project == project]
-            for row in sorted(rows, key=lambda row: len(row.tokens))[:count]:
-                self._aside[row] = kv_cache.arrange([kv_cache.Part(self._cache, [places[row]], [0])], row.cached)
-        self._compose([])
-
-    def resume(self, counts: Mapping[str, int]) -> Counter[str]:
-        """Takes up to so many rows of each project back into the batch. Returns their numbers."""
-        resumed, back = Counter[str](), []
-        for row in self.aside:
-            project = row.job.handle.project
-            if resumed[project] < counts.get(project, 0):
-                resumed[project] += 1
-                back.append((self._aside.pop(row), 0, row))
-        if back:
-            self._compose(back)
-        return resumed
+    @property
+    def with_columns(self) -> list[Row]:
+        """The live rows that hold columns."""
+        return [*self.live, *(row for row in self.aside if self._aside[row])]
 
     @property
     def occupied(self) -> bool:
         """True if there are rows: running, ended or set aside."""
         return bool(self._rows or self._aside)
+
+    def begin(self, starting: Sequence[tuple[Job, int]], prefilled: Prefilled) -> list[Row]:
+        """Samples the first token of starting[i][1] new samples of each prefilled job. Sets the unfinished ones aside,
+        and returns them."""
+        places = {row: place for place, (job, count) in enumerate(starting) for row in job.start(count)}
+        rows = list(places)
+        logits = prefilled.logits[torch.tensor([*places.values()], dtype=torch.long, device=self._device)]
+        sampled = _sample(rows, TokenSampler([row.job.request for row in rows], self._device), logits)
+        for row in rows:
+            row.job.started += 1
+        _push(rows, sampled)
+        unfinished: dict[Row, Columns] = {row: (prefilled.cache, place) for row, place in places.items() if row.live}
+        self._aside.update(unfinished)
+        return list(unfinished)
+
+    def set_aside(self, counts: Mapping[str, int]) -> None:
+        """Sets aside so many rows of each project, those with the fewest tokens."""
+        places = {row: place for place, row in enumerate(self._rows)}
+        leaving: dict[Row, Columns] = {}
+        for project, count in counts.items():
+            rows = [row for row in self.live if row.job.handle.project == project]
+            for row in sorted(rows, key=lambda row: len(row.tokens))[:count]:
+                leaving[row] = kv_cache.arrange([kv_cache.Part(self._cache, [places[row]], [0])], row.cached), 0
+        self._compose([], leaving)
+        self._aside.update(leaving)
+
+    def choose(self, counts: Mapping[str, int]) -> list[Row]:
+        """Returns up to so many rows of each project that are set aside."""
+        chosen, taken = [], Counter[str]()
+        for row in self.aside:
+            project = row.job.handle.project
+            if taken[project] < counts.get(project, 0):
+                taken[project] += 1
+                chosen.append(row)
+        return chosen
+
+    def join(self, rows: Sequence[Row]) -> None:
+        """Takes rows that are set aside into the batch."""
+        again = refill(self._model, self._device, [row for row in rows if not self._aside[row]])
+        self._compose([(*(self._aside[row] or again[row]), row) for row in rows])
+        for row in rows:
+            del self._aside[row]
+
+    def drop_columns(self, rows: Sequence[Row]) -> None:
+        """Frees the columns of rows that are set aside."""
+        self._aside.update(dict.fromkeys(rows))
+
+    def clear(self) -> None:
+        """Sets all rows aside, those with the most tokens first, and frees all columns."""
+        rows = sorted([*self.live, *self.aside], key=lambda row: len(row.tokens), reverse=True)
+        self._aside = dict.fromkeys(rows)
+        self._compose([], leaving=self._rows)
 
     def step(self) -> None:
         """Adds one more token to every row. Drops the rows when none is live."""
@@ -106,38 +139,57 @@ class RunningBatch:
                 logits_to_keep=1,
             ).logits[:, -1]
         self._width = width
-        if recorder is not None:
-            for row, (route,) in zip(self._rows, recorder.take(len(self._rows)), strict=True):
+        routes = None if recorder is None else recorder.take(len(self._rows))
+        sampled = _sample(self._rows, self._token_sampler, logits)
+        if routes is not None:
+            for row, (route,) in zip(self._rows, routes, strict=True):
                 row.routes.append(route)
-        push(self._rows, self._token_sampler, logits)
-        if len(self.live) <= 0.75 * len(self._rows):
+        _push(self._rows, sampled)
+
+    def compact(self) -> None:
+        """Drops the idle rows once they are a quarter. If memory is too small for the copy, another one is due when a
+        quarter of the live rows have ended too."""
+        live = len(self.live)
+        if live <= 0.75 * self._compacted:
+            self._compacted = live
             self._compose([])
 
-    def _compose(self, new: list[tuple[Cache, int, Row]]) -> None:
-        """Puts the live rows and new ones, each with its place in a cache, into a fresh cache without idle columns."""
-        kept = [(place, row) for place, row in enumerate(self._rows) if row.live and row not in self._aside]
+    def _compose(self, new: list[tuple[Cache, int, Row]], leaving: Container[Row] = ()) -> None:
+        """Puts new rows, each with its place in a cache, and the live ones that are not leaving, into a fresh cache
+        without idle columns."""
+        kept = [(place, row) for place, row in enumerate(self._rows) if row.live and row not in leaving]
         taken = [(self._cache, place, row) for place, row in kept] + new
         taken.sort(key=lambda entry: entry[2].job.adapter_id)
-        self._rows = [row for _, _, row in taken]
-        if not taken:
+        rows = [row for _, _, row in taken]
+        if rows:
+            width = max(row.cached for row in rows)
+            # All at once: an error in any of them changes nothing.
+            self._cache, self._starts, self._shifts, self._token_sampler, self._segments, self._width = (
+                kv_cache.arrange(_parts(taken), width),
+                torch.tensor([width - row.cached for row in rows], device=self._device),
+                torch.tensor([row.job.shift for row in rows], device=self._device),
+                TokenSampler([row.job.request for row in rows], self._device),
+                lora.StackedSegments(segments([row.job for row in rows])),
+                width,
+            )
+        else:
             self._cache = kv_cache.empty(self._model.config)
-            return
-        self._width = max(row.cached for row in self._rows)
-        self._cache = kv_cache.arrange(_parts(taken), self._width)
-        self._starts = torch.tensor([self._width - row.cached for row in self._rows], device=self._device)
-        self._shifts = torch.tensor([row.job.shift for row in self._rows], device=self._device)
-        self._token_sampler = TokenSampler([row.job.request for row in self._rows], self._device)
-        self._segments = lora.StackedSegments(segments([row.job for row in self._rows]))
+        self._rows, self._compacted = rows, len(rows)
 
 
-def push(rows: Sequence[Row], token_sampler: TokenSampler, logits: Tensor) -> None:
-    """Samples the next token of every row from logits [B, V] and gives it to the live rows."""
+def _sample(rows: Sequence[Row], token_sampler: TokenSampler, logits: Tensor) -> list[tuple[int, float, Top | None]]:
+    """Samples the next token of every row from logits [B, V]: the token, its logprob, and the likeliest ones."""
     uniforms = torch.tensor([row.uniform() for row in rows], dtype=torch.float64, device=logits.device)
     tokens, logprobs = token_sampler.sample(logits, uniforms)
     top = _top(rows, logits)
-    for place, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
+    return [(*one, top.get(place)) for place, one in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True))]
+
+
+def _push(rows: Sequence[Row], sampled: Sequence[tuple[int, float, Top | None]]) -> None:
+    """Gives the live rows their tokens."""
+    for row, token in zip(rows, sampled, strict=True):
         if row.live:
-            row.push(token, logprob, top.get(place))
+            row.push(*token)
 
 
 def _top(rows: Sequence[Row], logits: Tensor) -> dict[int, Top]:
@@ -215,6 +267,20 @@ def prefill(model: Any, device: torch.device, jobs: Sequence[Job]) -> Prefilled:
         for job, begin, found in zip(jobs, begins, np.concatenate(routes, 1), strict=True):
             job.prompt_routes = found[begin:]
     return Prefilled(cache, logits[:, -1])
+
+
+def refill(model: Any, device: torch.device, rows: Sequence[Row]) -> dict[Row, Columns]:
+    """Computes the columns of rows again, in passes over their prompts and tokens."""
+    found: dict[Row, Columns] = {}
+    left = [(row, row.so_far()) for row in sorted(rows, key=lambda row: row.job.adapter_id)]
+    while left:
+        jobs: list[Job] = []
+        while len(jobs) < len(left) and fits(jobs, left[len(jobs)][1]):
+            jobs.append(left[len(jobs)][1])
+        cache = prefill(model, device, jobs).cache
+        found.update({row: (cache, place) for place, (row, _) in enumerate(left[: len(jobs)])})
+        left = left[len(jobs) :]
+    return found
 
 
 def _pieces(rows: int, width: int, first: int) -> Iterator[tuple[int, int]]:

@@ -24,7 +24,7 @@ Top = tuple[np.ndarray, np.ndarray]
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request with its adapter, and the future that its caller waits on. `started` counts samples that got a row.
+    """A request with its adapter, and the future that its caller waits on. `started` counts samples with a token.
 
     scores: the PromptScorer's result, float32 [n]. `reader` reads the images of the prompt. `shift`: the number that is
     added to the indices of its samples' tokens for their positions, because an image's tokens share positions.
@@ -48,7 +48,7 @@ class Job:
 
     @property
     def wants_scores(self) -> bool:
-        return self.scores is None and token_sampler.wanted(self.request)
+        return self.scores is None and self.request.scores_prompt
 
     def see(self) -> Picture | None:
         """Returns the images of the prompt, None without any, and notes the shift. Only a prompt that runs has its
@@ -70,7 +70,6 @@ class Job:
         except Exception as error:
             self.fail(error)
             return []
-        self.started += count
         return rows
 
     def finish(self, index: int, sequence: SampledSequence) -> None:
@@ -102,7 +101,7 @@ class Row:
         self._top: list[Top] = []
         self._index = index
         self._limit = token_limit(request, job.info)
-        self._uniforms = np.random.default_rng(sample_seed(request.seed, index)).random(self._limit)
+        self._uniforms = np.random.default_rng(sample_seed(request.seed, index)).random(max(1, self._limit))
         ends = frozenset() if request.ignore_eos else job.vocabulary.end_tokens
         self._end_tokens = ends.union(request.stop_tokens)
         self._stop_text = (
@@ -121,12 +120,18 @@ class Row:
         """Number of its columns in the cache: all but its newest token."""
         return len(self.job.request.prompt) + len(self.tokens) - 1
 
+    def so_far(self) -> Job:
+        """Returns a job whose prompt is the row's text without its newest token: the text of its columns."""
+        prompt = np.concatenate([self.job.request.prompt, np.array(self.tokens[:-1], np.int32)])
+        return replace(self.job, request=replace(self.job.request, prompt=prompt))
+
     def uniform(self) -> float:
         """Returns the random number in [0, 1) for sampling the next token."""
         return float(self._uniforms[len(self.tokens)]) if self.live else 0.0
 
     def push(self, token: int, logprob: float, top: Top | None = None) -> None:
-        """Adds the next token, and the likeliest ones if asked for. An error fails the row's own job alone."""
+        """Adds the next token, unless the prompt fills the context, and the likeliest ones if asked for. An error fails
+        the row's own job alone."""
         try:
             self._push(token, logprob, top)
         except Exception as error:
@@ -134,6 +139,15 @@ class Row:
 
     def _push(self, token: int, logprob: float, top: Top | None) -> None:
         check_finite(logprob)
+        stopped = self._limit > 0 and self._add(token, logprob, top)
+        if stopped or len(self.tokens) == self._limit:
+            self._ended = True
+            tokens, logprobs = np.array(self.tokens, np.int32), np.array(self._logprobs, np.float32)
+            sequence = SampledSequence(tokens, logprobs, stopped, self._all_top(), self._all_routes())
+            self.job.finish(self._index, sequence)
+
+    def _add(self, token: int, logprob: float, top: Top | None) -> bool:
+        """Adds a token. Returns whether the sample stops at it."""
         self.tokens.append(token)
         self._logprobs.append(logprob)
         if top is not None:
@@ -142,12 +156,7 @@ class Row:
         handle.sampled_tokens += 1
         if handle.on_tokens is not None:
             handle.on_tokens(self._index, [token], [logprob])
-        stopped = token in self._end_tokens or (self._stop_text is not None and self._stop_text.completes(token))
-        if stopped or len(self.tokens) == self._limit:
-            self._ended = True
-            tokens, logprobs = np.array(self.tokens, np.int32), np.array(self._logprobs, np.float32)
-            sequence = SampledSequence(tokens, logprobs, stopped, self._all_top(), self._all_routes())
-            self.job.finish(self._index, sequence)
+        return token in self._end_tokens or (self._stop_text is not None and self._stop_text.completes(token))
 
     def _all_top(self) -> TokenLogprobs | None:
         if not self._top:

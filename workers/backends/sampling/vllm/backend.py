@@ -23,7 +23,7 @@ from app.errors import OpError, ServerOpError, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends import devices
 from workers.backends.sampling import token_sampler, vocabulary
-from workers.backends.sampling.base import RequestHandle, check_request, token_limit
+from workers.backends.sampling.base import RequestHandle, check_request, no_memory, token_limit
 from workers.backends.sampling.vllm import arguments as vllm_arguments
 from workers.backends.sampling.vllm import engine as vllm_engine
 from workers.backends.sampling.vllm import patches
@@ -35,6 +35,10 @@ from workers.models import base_model, full_weights, lora, packed, peft_files
 
 _NATIVE_PLACE = re.compile(r"\[[0-9:]+\] /[^ ]+: ")
 """The time and source line with which xgrammar's C++ begins an error: "[21:14:23] /project/cpp/x.cc:4944: "."""
+
+_NO_MEMORY = ("out of memory", "allocate memory")
+"""The words of torch and of the system for a failed allocation. vLLM passes on the text alone of its processes' errors.
+"""
 
 
 class VllmSampler:
@@ -95,6 +99,8 @@ class VllmSampler:
         except OpError:
             raise
         except Exception as error:
+            if self.healthy() and any(said in str(error) for said in _NO_MEMORY):
+                raise no_memory(adapter_id) from error
             raise self._op_error(error, f"the adapter in {folder.name} cannot be loaded", by_user=True) from error
 
     def evict(self, adapter_id: str) -> None:
@@ -107,7 +113,7 @@ class VllmSampler:
         adapter = self._weights.base if adapter_id is None else self._weights.find(adapter_id)
         handle = handle or RequestHandle()
         samples = self._run(adapter, request, handle, may_read_cache(request) and handle.on_tokens is None)
-        if token_sampler.wanted(request) and samples[0].scores is None:
+        if request.scores_prompt and samples[0].scores is None:
             # The prefix cache held a row that the request needs.
             samples = self._run(adapter, request, handle, read_cache=False)
         sequences = [sample.sequence() for sample in samples]
@@ -172,20 +178,23 @@ class VllmSampler:
         """Runs one vLLM request a sample, each with its own seed; the first one scores the prompt."""
         ends = frozenset() if request.ignore_eos else self._end_tokens
         limit, streams = token_limit(request, self._model_info), handle.on_tokens is not None
+        # vLLM refuses a prompt that fills the context. Its last token is not needed to score it.
+        prompt = request.prompt[: self._model_info.max_context - 1].tolist()
         params = [
-            vllm_requests.sampling_params(request, index, limit, ends, streams=streams, read_cache=read_cache)
+            vllm_requests.sampling_params(
+                request, index, limit, ends, len(prompt), streams=streams, read_cache=read_cache
+            )
             for index in range(request.num_samples)
         ]
-        samples = [Sample(request, index, handle.on_tokens) for index in range(request.num_samples)]
+        samples = [Sample(request, index, handle.on_tokens, limit) for index in range(request.num_samples)]
         names = [str(next(self._request_numbers)) for _ in samples]
 
         async def generate(engine: Any, name: str, params: Any, sample: Sample) -> None:
-            prompt = {"prompt_token_ids": request.prompt.tolist()}
             async with self._slots.slot(handle):
                 if handle.aborted:
                     return
-                async for result in engine.generate(prompt, params, name, lora_request=adapter):
-                    handle.sampled_tokens += len(result.outputs[0].token_ids)
+                async for result in engine.generate({"prompt_token_ids": prompt}, params, name, lora_request=adapter):
+                    handle.sampled_tokens += min(limit, len(result.outputs[0].token_ids))
                     if sample is samples[0]:
                         handle.cached_tokens = result.num_cached_tokens or 0
                     if not handle.aborted:
@@ -287,7 +296,7 @@ class VllmFullFinetuneModel:
     base = None
 
     def __init__(self, engine: EngineThread, skeleton: nn.Module) -> None:
-        self._engine, self._skeleton = engine, skeleton
+        self._engine, self._skeleton, self._stored = engine, skeleton, full_weights.Stored(skeleton)
         self._loading = threading.Lock()
         self._present: str | None = None
         self._torn = False
@@ -302,9 +311,10 @@ class VllmFullFinetuneModel:
             if weights_id == self._present:
                 return
             full_weights.check_fits(folder, self._skeleton)
+            names = self._stored.names_in(folder)  # at another name vLLM would fail midway
             self._present = None
             try:
-                self._engine.call(partial(_replace, folder))
+                self._engine.call(partial(_replace, folder, names))
             except BaseException:
                 self._torn = True
                 raise
@@ -328,8 +338,8 @@ class VllmFullFinetuneModel:
         """Does nothing: there is nothing to free once the engine has ended."""
 
 
-async def _replace(folder: Path, engine: Any) -> None:
+async def _replace(folder: Path, names: Sequence[str], engine: Any) -> None:
     """Replaces the weights once no request runs. vLLM then also forgets the prefixes in its cache."""
     await engine.pause_generation(mode="wait", clear_cache=True)
-    await engine.collective_rpc("replace_weights", args=(str(folder),))
+    await engine.collective_rpc("replace_weights", args=(str(folder), names))
     await engine.resume_generation()

@@ -19,29 +19,36 @@ from torch import Tensor
 from app.domain import ops
 from app.domain.sampling import SampledSequence, SampleRequest, TokenLogprobs
 from app.errors import ServerOpError
-from workers.backends.sampling import token_sampler
 from workers.backends.sampling.base import OnTokens, check_finite, sample_seed
 from workers.backends.sampling.token_sampler import PromptScorer
 
 SCORES_KEY = "tinsmith_request"
+LENGTH_KEY = "tinsmith_length"
 _ROWS = 256
 HeadFn = Callable[[Tensor], Tensor]
 """Maps hidden states [n, hidden size] to logits [n, vocabulary]."""
 
 
 def sampling_params(
-    request: SampleRequest, index: int, limit: int, ends: frozenset[int], *, streams: bool, read_cache: bool
+    request: SampleRequest,
+    index: int,
+    limit: int,
+    ends: frozenset[int],
+    length: int,
+    *,
+    streams: bool,
+    read_cache: bool,
 ) -> Any:
-    """Returns vLLM's SamplingParams for sample `index`, of at most `limit` tokens.
+    """Returns vLLM's SamplingParams for sample `index`, of at most `limit` tokens; vLLM samples at least one.
 
-    The first sample scores the prompt, from the prefix cache too if `read_cache`.
+    The first sample scores the prompt, of which vLLM runs `length` tokens, from the prefix cache too if `read_cache`.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-    scores = index == 0 and token_sampler.wanted(request)
+    scores = index == 0 and request.scores_prompt
     return SamplingParams(
-        max_tokens=limit,
+        max_tokens=max(1, limit),
         # vLLM seeds torch.Generator with it, which takes 63 bits without wrapping.
         seed=int(sample_seed(request.seed, index).generate_state(1, np.uint64)[0] >> 1),
         temperature=request.temperature,
@@ -56,7 +63,7 @@ def sampling_params(
         skip_special_tokens=False,
         structured_outputs=StructuredOutputsParams(json=request.json_schema) if request.json_schema else None,
         output_kind=RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
-        extra_args={SCORES_KEY: ops.encode(request)} if scores else None,
+        extra_args={SCORES_KEY: ops.encode(request), LENGTH_KEY: length} if scores else None,
         skip_reading_prefix_cache=scores and not read_cache,
     )
 
@@ -73,8 +80,8 @@ def may_read_cache(request: SampleRequest) -> bool:
 class Sample:
     """Collects one sample from vLLM: piece by piece when its RequestHandle observes it, at once otherwise."""
 
-    def __init__(self, request: SampleRequest, index: int, on_tokens: OnTokens | None) -> None:
-        self._index, self._on_tokens = index, on_tokens
+    def __init__(self, request: SampleRequest, index: int, on_tokens: OnTokens | None, limit: int) -> None:
+        self._index, self._on_tokens, self._limit = index, on_tokens, limit
         self._width = request.sample_top + 1
         self._ids: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
@@ -99,20 +106,22 @@ class Sample:
         self.cached_tokens = result.num_cached_tokens or 0
         if result.prompt_token_id_logprobs is not None:
             self.scores = result.prompt_token_id_logprobs
-        if self._on_tokens is not None:
+        if self._on_tokens is not None and self._limit:
             self._on_tokens(self._index, tokens.tolist(), logprobs[:, 0].tolist())
 
     def sequence(self) -> SampledSequence:
+        if not self._limit:
+            return SampledSequence(np.empty(0, np.int32), np.empty(0, np.float32), stopped=False)
         ids, logprobs = np.concatenate(self._ids), np.concatenate(self._logprobs)
         top = TokenLogprobs(ids[:, 1:], logprobs[:, 1:]) if self._width > 1 else None
         return SampledSequence(ids[:, 0], logprobs[:, 0], self._stopped, top)
 
 
 class PromptInChunks:
-    """One request's prompt, which the engine runs in one step or several."""
+    """One request's prompt, of which the engine runs the first `length` tokens, in one step or several."""
 
-    def __init__(self, request: SampleRequest, device: torch.device) -> None:
-        self._length = len(request.prompt)
+    def __init__(self, request: SampleRequest, device: torch.device, length: int) -> None:
+        self._length, self._rows = length, len(request.prompt) - 1
         self._scorer: PromptScorer | None = PromptScorer(request, device)
         self._next = self._scorer.first_row
 
@@ -128,8 +137,8 @@ class PromptInChunks:
         if begin > self._next:
             self._scorer = None
             return None
-        for row in range(self._next, min(end, self._length - 1), _ROWS):
-            stop = min(row + _ROWS, end, self._length - 1)
+        for row in range(self._next, min(end, self._rows), _ROWS):
+            stop = min(row + _ROWS, end, self._rows)
             scorer.add(row, head(hidden[row - begin : stop - begin]))
         self._next = end
         if end < self._length:
@@ -212,5 +221,5 @@ def _is_resumed(batch: Any, i: int, prompt_lens: np.ndarray) -> bool:
 
 
 def _prompt(params: Any, device: torch.device) -> PromptInChunks | None:
-    payload = (params.extra_args or {}).get(SCORES_KEY) if params is not None else None
-    return None if payload is None else PromptInChunks(ops.decode(payload), device)
+    ours = (params.extra_args or {}) if params is not None else {}
+    return PromptInChunks(ops.decode(ours[SCORES_KEY]), device, ours[LENGTH_KEY]) if SCORES_KEY in ours else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,9 @@ class Extension:
         """Returns whether adapters may sit on lm_head."""
         return "lm_head" in self.model_runner.lora_manager.embedding_modules
 
-    def replace_weights(self, folder: str) -> None:
-        """Overwrites all of a model's weights, layer by layer."""
-        self.reload_weights(weights_iterator=full_weights.tensors_in(Path(folder)))
+    def replace_weights(self, folder: str, names: Sequence[str]) -> None:
+        """Overwrites all of a model's weights, layer by layer, with the tensors of these names."""
+        self.reload_weights(weights_iterator=full_weights.tensors_in(Path(folder), set(names)))
         patches.renew_lm_head(self.model_runner.get_model())
 
 

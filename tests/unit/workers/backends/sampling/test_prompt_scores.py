@@ -8,7 +8,7 @@ import torch
 
 from app.domain.sampling import UNSCORED, Cells, SampleOutput, SampleRequest
 from app.errors import ServerOpError
-from workers.backends.sampling.token_sampler import PromptScorer, output, wanted
+from workers.backends.sampling.token_sampler import PromptScorer, output
 
 CPU = torch.device("cpu")
 LENGTH, VOCAB = 100, 50
@@ -72,11 +72,11 @@ def test_bfloat16_logits_are_normalised_in_float32():
 
 
 def test_only_what_is_asked_of_the_prompt_needs_its_logits():
-    assert not wanted(SampleRequest(PROMPT, 1, 1, 7, sample_top=3))
-    assert not wanted(SampleRequest(PROMPT[:1], 1, 1, 7, **(ALL | {"prompt_targets": None})))
+    assert not SampleRequest(PROMPT, 1, 1, 7, sample_top=3).scores_prompt
+    assert not SampleRequest(PROMPT[:1], 1, 1, 7, **(ALL | {"prompt_targets": None})).scores_prompt
     for name, value in ALL.items():
         if name != "prompt_last_n":
-            assert wanted(SampleRequest(PROMPT, 1, 1, 7, **{name: value}))
+            assert SampleRequest(PROMPT, 1, 1, 7, **{name: value}).scores_prompt
 
 
 def test_scores_that_are_missing_are_never_made_up():

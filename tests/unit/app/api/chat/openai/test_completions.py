@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from app.domain.results import Result
-from app.domain.sampling import SampleOutput, SampleRequest, TokenLogprobs
+from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest, TokenLogprobs
 from tests.unit.app.api.chat.openai.caller import OpenAi
+from tests.unit.app.api.chat.standin import CONTEXT
 from tests.unit.app.conftest import BASE
 
 
@@ -92,6 +93,16 @@ def test_a_prompt_can_be_scored_without_a_completion(openai: OpenAi):
     answer = openai.completion(echo=True, logprobs=0, max_tokens=0)
     choice = answer["choices"][0]
     assert (choice["text"], choice["logprobs"]["token_logprobs"]) == ("ab", [None, -3.0])
+    assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 0)
+
+
+def test_a_prompt_that_fills_the_context_can_be_scored(openai: OpenAi):
+    empty = SampledSequence(np.empty(0, np.int32), np.empty(0, np.float32), stopped=False)
+    scores = np.full(CONTEXT, -3.0, np.float32)
+    openai.standin.answer = lambda *_: SampleOutput((empty,), scores)
+    answer = openai.completion(prompt="a" * CONTEXT, echo=True, logprobs=0, max_tokens=1)
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["logprobs"]["token_logprobs"]) == ("a" * CONTEXT, scores.tolist())
     assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 0)
 
 

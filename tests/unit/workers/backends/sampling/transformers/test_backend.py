@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from app.domain.ops import LoraSpec
 from app.domain.sampling import SampleRequest
-from app.errors import ServerOpError
+from app.errors import ServerOpError, Unavailable
 from app.settings import BaseModelSettings, SamplerSettings
 from tests.models import tiny_qwen3
 from tests.unit.workers.conftest import await_true
@@ -23,6 +23,7 @@ from workers.backends import failures
 from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.backends.sampling.transformers.backend import Adapters, TransformersSampler
 from workers.models import full_weights, lora, peft_files
+from workers.models.adapter import Adapter
 from workers.models.full_weights import tensors_in
 
 POISON = 200
@@ -231,15 +232,15 @@ def test_the_rows_of_an_aborted_request_are_dropped_though_nobody_comes_behind_i
 
     def abort_behind_the_fifth() -> None:
         step()
-        steps.append(batch.occupied)
+        steps.append(len(batch.live))
         if len(steps) == 5:
             handle.abort()
 
     batch.step = abort_behind_the_fifth
     with pytest.raises(Aborted):
         sampler.sample(None, ask(1, 2, num_samples=8, max_tokens=400), handle)
-    await_true(lambda: len(steps) >= 6, "a further step")
-    assert steps == [True] * 5 + [False]
+    await_true(lambda: not batch.occupied, "its rows are dropped")
+    assert steps == [8] * 5
 
 
 def test_a_job_whose_rows_cannot_be_set_up_fails_alone(sampler, monkeypatch):
@@ -317,6 +318,20 @@ def test_an_adapter_is_cast_on_the_device(sampler, tmp_path):
         adapters.load("a", tmp_path)
     assert {(one.device.type, one.dtype) for one in adapters.find("a").tensors.values()} == {("meta", torch.bfloat16)}
     assert casts.count == 0
+
+
+def test_memory_that_is_short_while_an_adapter_is_loaded_is_no_fault_of_the_adapter(sampler, tmp_path, monkeypatch):
+    model = sampler._base.model
+    peft_files.write(lora.new_adapter(model, LoraSpec(rank=4)), tmp_path, "tiny", model)
+
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as memory, pytest.raises(Unavailable, match="memory"):
+        memory.setattr(Adapter, "to", run_out)
+        sampler.load("a", tmp_path)
+    sampler.load("a", tmp_path)
+    assert len(sampler.sample("a", ask(1, 2)).sequences[0].tokens) == 6
 
 
 def test_a_caller_that_waits_for_an_idle_engine_learns_when_it_stops(sampler):

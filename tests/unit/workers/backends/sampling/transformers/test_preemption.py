@@ -19,7 +19,7 @@ from tests.parity import architectures
 from workers.backends.sampling import vocabulary
 from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.backends.sampling.transformers import kv_cache
-from workers.backends.sampling.transformers.backend import Engine
+from workers.backends.sampling.transformers.engine import Engine
 from workers.backends.sampling.transformers.jobs import Job
 from workers.models import base_model, lora
 
@@ -137,8 +137,9 @@ def test_rows_go_on_with_the_same_bits_after_they_were_set_aside(bench: Bench):
         def once() -> None:
             del bench.engine._batch.step
             bench.engine._batch.set_aside({"long": ROWS - 1})
-            assert len(bench.engine._batch.aside) == ROWS - 1
-            assert bench.engine._batch.resume({"long": ROWS}) == {"long": ROWS - 1}
+            chosen = bench.engine._batch.choose({"long": ROWS})
+            assert chosen == bench.engine._batch.aside and len(chosen) == ROWS - 1
+            bench.engine._batch.join(chosen)
             step()
 
         bench.engine._batch.step = once

@@ -1,18 +1,19 @@
-"""Failures of fully fine-tuned models in vLLM, and settings that it refuses. tests/conformance checks that models are
-sampled correctly."""
+"""Failures of adapters and of fully fine-tuned models in vLLM, and settings that it refuses. tests/conformance checks
+that models are sampled correctly."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import xgrammar
 from transformers import AutoModelForCausalLM
 
-from app.errors import ServerOpError, UnservableModel
+from app.errors import ServerOpError, Unavailable, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
 from workers.backends.sampling.vllm.backend import VllmFullFinetuneModel, VllmSampler
@@ -74,6 +75,49 @@ def test_weights_that_may_be_written_in_part_are_nobodys_and_the_engine_is_of_no
     for name in ("one", "two"):
         with pytest.raises(ServerOpError, match="not loaded"):
             whole.find(name)
+
+
+class Weights:
+    """Stand-in for the weights of an engine that refuses all."""
+
+    def __init__(self, error: Exception, *, healthy: bool = True) -> None:
+        self.error, self.healthy = error, healthy
+
+    def load(self, weights_id: str, folder: Path) -> None:
+        raise self.error
+
+
+def load(weights: Weights) -> None:
+    sampler = VllmSampler(BaseModelSettings(name="m", path="/m"))
+    sampler._weights = cast(VllmFullFinetuneModel, weights)
+    sampler._engine = cast(EngineThread, SimpleNamespace(alive=True, stalled_s=0.0))
+    sampler.load("a", Path("a"))
+
+
+SHORT = (
+    "Call to add_lora method failed: CUDA out of memory. Tried to allocate 20.00 MiB.",
+    "Call to add_lora method failed: Worker failed with error 'CUDA error: out of memory', please check the stack",
+    "Call to add_lora method failed: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 99 bytes.",
+    "Call to add_lora method failed: Cannot allocate memory (os error 12)",
+)
+
+
+@pytest.mark.parametrize("text", SHORT)
+def test_memory_that_is_short_while_an_adapter_is_loaded_is_no_fault_of_the_adapter(text: str) -> None:
+    """vLLM's process passes on the text of an error alone."""
+    with pytest.raises(Unavailable, match="memory"):
+        load(Weights(Exception(text)))
+
+
+def test_an_adapter_that_vllm_refuses_is_at_fault(folder: Path) -> None:
+    with pytest.raises(UserOpError, match="rank 64"):
+        load(Weights(Exception("Call to add_lora method failed: rank 64 is too large")))
+
+
+def test_memory_that_was_short_while_weights_were_written_is_a_fault_of_the_engine() -> None:
+    """Its process ends. The requests lose an attempt, so that it does not end without limit."""
+    with pytest.raises(ServerOpError, match="out of memory"):
+        load(Weights(Exception(SHORT[0]), healthy=False))
 
 
 def test_router_replay_is_refused_in_one_line_before_the_engine_starts() -> None:

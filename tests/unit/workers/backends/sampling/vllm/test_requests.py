@@ -14,7 +14,7 @@ from app.domain import ops
 from app.domain.sampling import SampleRequest
 from workers.backends.sampling.token_sampler import output
 from workers.backends.sampling.vllm import requests as vllm_requests
-from workers.backends.sampling.vllm.requests import SCORES_KEY, PromptInChunks
+from workers.backends.sampling.vllm.requests import LENGTH_KEY, SCORES_KEY, PromptInChunks
 
 CPU = torch.device("cpu")
 LENGTH = 1000
@@ -38,7 +38,7 @@ class Head:
 
 
 def run(request: SampleRequest, head: Head, *ends: int, begin: int = 0) -> list[Tensor | None]:
-    prompt = PromptInChunks(request, CPU)
+    prompt = PromptInChunks(request, CPU, ends[-1])
     return [prompt.add(a, HIDDEN[a:b], head) for a, b in zip([begin, *ends], ends, strict=False)]
 
 
@@ -50,7 +50,7 @@ def check(request: SampleRequest, flat: Tensor | None) -> None:
     np.testing.assert_allclose(found[-last:], own[-last:], atol=1e-5)
 
 
-@pytest.mark.parametrize("ends", [(1000,), (512, 1000), (1, 2, 999, 1000), (300, 999, 1000)])
+@pytest.mark.parametrize("ends", [(1000,), (512, 1000), (1, 2, 999, 1000), (300, 999, 1000), (999,), (300, 999)])
 @pytest.mark.parametrize("request_", [WHOLE, LAST], ids=["whole", "last 100"])
 def test_a_prompt_in_chunks_is_scored_once_when_its_last_is_in(request_, ends):
     head = Head()
@@ -62,14 +62,14 @@ def test_a_prompt_in_chunks_is_scored_once_when_its_last_is_in(request_, ends):
 
 
 def test_decoding_and_a_second_run_of_the_prompt_give_nothing_more():
-    prompt = PromptInChunks(WHOLE, CPU)
+    prompt = PromptInChunks(WHOLE, CPU, LENGTH)
     check(WHOLE, prompt.add(0, HIDDEN, Head()))
     assert prompt.add(LENGTH, HIDDEN[:1], Head()) is None
     assert prompt.add(0, HIDDEN, Head()) is None
 
 
 def test_a_prompt_preempted_in_the_middle_goes_on_where_it_was():
-    prompt, head = PromptInChunks(WHOLE, CPU), Head()
+    prompt, head = PromptInChunks(WHOLE, CPU, LENGTH), Head()
     assert prompt.add(0, HIDDEN[:600], head) is None
     assert prompt.add(0, HIDDEN[:400], head) is None
     check(WHOLE, prompt.add(400, HIDDEN[400:], head))
@@ -104,8 +104,12 @@ class FirstRunner:
         return {}
 
 
+def extra_args(request: SampleRequest) -> dict[str, Any]:
+    return {SCORES_KEY: ops.encode(request), LENGTH_KEY: LENGTH}
+
+
 def params(request: SampleRequest | None) -> Any:
-    return SimpleNamespace(extra_args=None if request is None else {SCORES_KEY: ops.encode(request)})
+    return SimpleNamespace(extra_args=None if request is None else extra_args(request))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -136,7 +140,7 @@ def second_worker() -> Any:
     vllm_requests._install_second(worker_class)
     worker = worker_class(4, CPU)
     worker.add_request("others", 2, vllm_params())
-    worker.add_request("ours", 1, vllm_params(extra_args={SCORES_KEY: ops.encode(WHOLE)}))
+    worker.add_request("ours", 1, vllm_params(extra_args=extra_args(WHOLE)))
     return worker
 
 

@@ -1,0 +1,156 @@
+"""Memory that is short while rows join or decode: rows give up their columns, and no sample depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.errors import ServerOpError
+from app.settings import BaseModelSettings
+from tests.models import byte_tokenizer, tiny_qwen3
+from tests.parity import architectures
+from tests.unit.workers.backends.sampling.transformers.test_preemption import ROWS, Bench, assert_same
+from workers.backends.sampling.token_sampler import TokenSampler
+from workers.backends.sampling.transformers import kv_cache
+
+LONG = 30
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(BaseModelSettings(name="tiny", path=str(tiny_qwen3(tmp_path)), dtype="float32"))
+    yield made
+    made.engine.stop()
+
+
+class Shortage:
+    """Stands in for a device without memory. Counts what it refuses."""
+
+    def __init__(self, runs_out: Callable[..., bool]) -> None:
+        self.refused = 0
+        self._runs_out = runs_out
+
+    def check(self, *args: Any) -> None:
+        if self._runs_out(*args):
+            self.refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `function` with a check of its arguments before it."""
+
+        def checked(*args: Any, **named: Any) -> Any:
+            self.check(*args)
+            return function(*args, **named)
+
+        return checked
+
+
+def once(runs_out: Callable[..., bool]) -> Callable[..., bool]:
+    """Returns a function that is true at the first call at which `runs_out` is."""
+    done: list[bool] = []
+
+    def first(*args: Any) -> bool:
+        if not done and runs_out(*args):
+            done.append(True)
+            return True
+        return False
+
+    return first
+
+
+def on_decode(bench: Bench, shortage: Shortage) -> None:
+    """Checks the number of rows before each decode pass."""
+
+    def check(_model: object, _args: object, given: dict[str, Any]) -> None:
+        if given["input_ids"].shape[1] == 1:
+            shortage.check(len(given["input_ids"]))
+
+    bench._base.model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def arranges_more_than(rows: int) -> Callable[[Sequence[kv_cache.Part], int], bool]:
+    return lambda parts, _width: sum(len(part.rows) for part in parts) > rows
+
+
+def assert_runs_as_alone(bench: Bench, shortage: Shortage, begin: Callable[[], object]) -> None:
+    """Two projects' requests run alone, and then together while memory is short from the call of `begin` on."""
+    alone = [bench.begin(f"{project} alone", 3, LONG).result(60) for project in ("one", "two")]
+    begin()
+    one = bench.begin("one", 3, LONG, {20: lambda: bench.begin("two", 3, LONG)}).result(60)
+    assert_same(one, alone[0])
+    assert_same(bench.futures["two"].result(60), alone[1])
+    assert 1 <= shortage.refused <= 3, "it does not try again before fewer rows are to run"
+    assert bench.engine.alive
+    assert bench.tokens["one"] == bench.tokens["two"] == 3 * LONG, "each token is given once"
+
+
+@pytest.mark.parametrize("rows", [1, 2, ROWS - 1])
+def test_rows_that_memory_is_too_small_for_join_when_others_have_ended(bench, monkeypatch, rows):
+    shortage = Shortage(arranges_more_than(rows))
+    arrange = shortage.before(kv_cache.arrange)
+    assert_runs_as_alone(bench, shortage, lambda: monkeypatch.setattr(kv_cache, "arrange", arrange))
+
+
+@pytest.mark.parametrize("rows", [1, 2, ROWS - 1])
+def test_fewer_rows_decode_together_when_memory_is_too_small_for_all(bench, rows):
+    shortage = Shortage(lambda count: count > rows)
+    assert_runs_as_alone(bench, shortage, lambda: on_decode(bench, shortage))
+
+
+def test_a_step_without_memory_is_repeated(bench):
+    shortage = Shortage(once(lambda count: count == ROWS))
+    assert_runs_as_alone(bench, shortage, lambda: on_decode(bench, shortage))
+    assert shortage.refused == 1
+
+
+def test_a_row_that_memory_is_too_small_to_set_aside_goes_on_later(bench, monkeypatch):
+    shortage = Shortage(
+        once(lambda parts, _width: len(parts) == len(parts[0].rows) == 1 < len(bench.engine._batch.live))
+    )
+    arrange = shortage.before(kv_cache.arrange)
+    assert_runs_as_alone(bench, shortage, lambda: monkeypatch.setattr(kv_cache, "arrange", arrange))
+
+
+@pytest.mark.parametrize("place", ["columns", "sampler"])
+@pytest.mark.parametrize("architecture", ["qwen3.5", "inkling", "deepseek-v3.2"])
+def test_every_kind_of_state_is_made_again_after_a_step_that_ended_midway(tmp_path, monkeypatch, architecture, place):
+    """In the sampler the step's own states are written already; in a layer's columns those of the layers before."""
+    folder = architectures.build(architecture, tmp_path)
+    byte_tokenizer().save_pretrained(folder)
+    bench = Bench(BaseModelSettings(name="tiny", path=str(folder), dtype="float32"))
+    calls: list[object] = []
+
+    def at_twentieth(*_: object) -> bool:
+        calls.append(None)
+        return len(calls) == 20
+
+    def begin() -> None:
+        owner, name = (kv_cache._Columns, "append") if place == "columns" else (TokenSampler, "sample")
+        monkeypatch.setattr(owner, name, shortage.before(getattr(owner, name)))
+
+    shortage = Shortage(at_twentieth)
+    try:
+        assert_runs_as_alone(bench, shortage, begin)
+    finally:
+        bench.engine.stop()
+
+
+def test_a_sequence_that_memory_is_too_small_for_alone_fails_alone(bench):
+    alone = bench.begin("alone", 1, 12).result(60)
+    shortage = Shortage(lambda _count: len(bench.engine._batch.live[0].tokens) > 12)
+    on_decode(bench, shortage)
+    long, short = bench.begin("long", 1, LONG), bench.begin("short", 1, 12)
+    assert_same(short.result(60), alone)
+    with pytest.raises(ServerOpError, match=r"memory ran out.*20 tokens"):
+        long.result(60)
+    assert_same(bench.begin("next", 1, 12).result(60), alone)
+
+
+def test_a_request_is_sampled_when_memory_is_too_small_to_sample_its_first_tokens_beside_others(bench, monkeypatch):
+    shortage = Shortage(once(lambda _self, logits, _uniforms: len(logits) == 3 and len(bench.engine._batch.live) == 3))
+    sample = shortage.before(TokenSampler.sample)
+    assert_runs_as_alone(bench, shortage, lambda: monkeypatch.setattr(TokenSampler, "sample", sample))
