@@ -18,6 +18,9 @@ MAX_TOP = 1024
 """Largest number of most likely tokens at a position that a request may ask for. The pass over the vocabulary costs the
 same for any number; the answer grows with it, and is limited to 8 KB a position."""
 
+CONTEXT_OVERFLOW = "Prompt length plus max_tokens exceeds the model's context window"
+"""The hosted service's words for a prompt that is too long. Programs look for them to end an episode, not the run."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cells:

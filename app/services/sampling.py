@@ -12,7 +12,7 @@ from app import ids
 from app.domain.accounts import Caller
 from app.domain.losses import NOT_OFFERED
 from app.domain.records import BaseModelInfo, Sampler, Session
-from app.domain.sampling import MAX_TOP, Cells, SampleRequest
+from app.domain.sampling import CONTEXT_OVERFLOW, MAX_TOP, Cells, SampleRequest
 from app.errors import BadRequest
 from app.services.admission import AdmissionService
 from app.services.base_models import BaseModels, sampler_role
@@ -226,8 +226,10 @@ def check_prompt(request: SampleRequest, info: BaseModelInfo) -> None:
     longest = request.longest_prompt(info.max_context)
     if len(prompt) > longest:
         # Agents compact their conversation when they read the first words: Anthropic's, and tinker-cookbook's proxy.
-        reason = "the model's context" if request.scores_prompt else "so that one more fits into the model's context"
-        raise BadRequest(f"prompt is too long: {len(prompt)} tokens > {longest} maximum, {reason}")
+        raise BadRequest(
+            f"prompt is too long: {len(prompt)} tokens > {longest} maximum. {CONTEXT_OVERFLOW}: {len(prompt)} prompt "
+            f"tokens + {request.max_tokens} max_tokens > {info.max_context}"
+        )
     outside = (prompt < 0) | (prompt >= info.vocab_size)
     if outside.any():
         index = int(outside.argmax())

@@ -21,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from app.domain.records import TEMPLATE_FOLDER
+from app.domain.sampling import CONTEXT_OVERFLOW
 from app.errors import BadRequest, Unavailable
 from app.services.base_models import BaseModels
 
@@ -107,7 +108,7 @@ class BaseTokenizer:
         if len(text) > _CHARACTERS * context:
             raise BadRequest(
                 f"prompt is too long: {len(text)} characters, more than {_CHARACTERS} for each of the {context} tokens "
-                "of the model's context"
+                f"of the model's context. {CONTEXT_OVERFLOW}"
             )
         text.encode()  # raises UnicodeEncodeError; the tokenizer itself does not explain invalid Unicode
         # `encode` would block all other threads until it returns.

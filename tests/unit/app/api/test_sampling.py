@@ -178,7 +178,14 @@ BAD: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     ),
     "no prompt": (prompt([]), 400, ["prompt is empty"]),
     # tinker-cookbook's proxy and Anthropic's clients know a full context by these words.
-    "no room": (prompt([1] * CONTEXT), 400, [f"prompt is too long: {CONTEXT} tokens > {CONTEXT - 1} maximum"]),
+    "no room": (
+        prompt([1] * CONTEXT),
+        400,
+        [
+            f"prompt is too long: {CONTEXT} tokens > {CONTEXT - 1} maximum. Prompt length plus max_tokens exceeds the "
+            f"model's context window: {CONTEXT} prompt tokens + 1 max_tokens > {CONTEXT}"
+        ],
+    ),
     "no room to score": (
         {**prompt([1] * (CONTEXT + 1)), "prompt_logprobs": True},
         400,
