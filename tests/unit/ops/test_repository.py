@@ -142,6 +142,6 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def test_an_example_has_at_most_80_lines():
+def test_an_example_has_at_most_85_lines():
     programs = [path for path in (ROOT / "examples").iterdir() if path.suffix in {".py", ".sh"}]
-    assert programs and [path.name for path in programs if len(path.read_text().splitlines()) > 80] == []
+    assert programs and [path.name for path in programs if len(path.read_text().splitlines()) > 85] == []
