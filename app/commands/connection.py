@@ -37,9 +37,9 @@ def settings_of(options: Options) -> Settings:
             f"no stack has run on {settings.data_dir}: start `tinsmith up` on it first, or name the state server "
             "with --redis"
         )
-    running = settings_module.load(written)
     if options.s3 is None:
-        return running
+        return settings_module.load(written, {})
+    running = settings_module.load(written)  # the environment has the keys of that server
     return running.model_copy(update={"store": running.store.model_copy(update={"url": options.s3})})
 
 
@@ -49,18 +49,20 @@ def planned(options: Options) -> tuple[Settings, Settings | None]:
     settings = config.resolve(_named(options), os.environ)
     written = _written(settings)
     running = is_in_use(settings.data_dir) and written.exists()
-    return settings, settings_module.load(written) if running else None
+    return settings, settings_module.load(written, {}) if running else None
 
 
-def settings_file(options: Options) -> Path:
-    """The file that another process reads the same settings from, for `options` that name no servers. Raises SetupError
-    as `settings_of` does, and where only the environment names a server."""
+def environment(options: Options) -> dict[str, str]:
+    """The environment in which another process reads the same settings, for `options` that name no servers. Raises
+    SetupError as `settings_of` does, and where only the environment names a server."""
     running = settings_of(options)
     named = _named(options).config
-    file = named if named and settings_module.load(named).redis.url else _written(running)
+    if named and settings_module.load(named).redis.url:
+        return {**os.environ, SETTINGS_VARIABLE: str(named)}
+    file = _written(running)
     if not file.exists():
         raise SetupError(f"there is no {file}; name the settings of the stack with --config")
-    return file
+    return {**settings_module.without_secret_variables(os.environ), SETTINGS_VARIABLE: str(file)}
 
 
 def _named(options: Options) -> Options:

@@ -10,7 +10,6 @@ from typing import NoReturn
 
 from app.commands import connection
 from app.errors import SetupError
-from app.settings import SETTINGS_VARIABLE
 from app.stack.config import Options
 
 _LOGIN = "FLOWER_BASIC_AUTH"
@@ -30,9 +29,9 @@ def flower(options: Options, address: str, port: int) -> NoReturn:
         raise SetupError(
             f"Flower on {address} would show every call to everybody; set {_LOGIN}=user:password in the environment"
         )
-    os.environ[SETTINGS_VARIABLE] = str(connection.settings_file(options))
     options_of_flower = (f"--address={address}", f"--port={port}", f"--tasks-columns={COLUMNS}")
-    os.execv(sys.executable, [sys.executable, "-m", "celery", "-A", "workers.celery_app", "flower", *options_of_flower])
+    command = [sys.executable, "-m", "celery", "-A", "workers.celery_app", "flower", *options_of_flower]
+    os.execve(sys.executable, command, connection.environment(options))
 
 
 def _is_loopback(address: str) -> bool:

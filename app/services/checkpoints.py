@@ -98,7 +98,7 @@ class CheckpointService:
         about = {"model_id": checkpoint.model_id, "tinker_path": str(path)}
         once = f"delete {checkpoint.prefix} {checkpoint.created}"  # a copy that is made anew has the same prefix
         audit.note(self._records, caller, checkpoint.owner, "checkpoint_delete", about, once=once, urgent=True)
-        is_loaded = self._pins.may_have(checkpoint.prefix)
+        is_loaded = self._pins.may_have(checkpoint)
         end_checkpoint(self._objects, checkpoint.prefix, self._records.now(), keep_files=is_loaded)
         # A newer save that replaced it meanwhile stays.
         self._records.delete_same(Checkpoint.namespace, str(path), {"prefix": json.dumps(checkpoint.prefix)})
@@ -274,9 +274,11 @@ class CopyService:
             expires_at=expiry.at,
             expiry_by=expiry.by,
         )
-        if self.objects.put_new(f"{place}/{MANIFEST}", manifest.to_json()):
-            return manifest
-        return Manifest.from_json(self.objects.read(f"{place}/{MANIFEST}"))
+        if not self.objects.put_new(f"{place}/{MANIFEST}", manifest.to_json()):
+            # Of a copy that broke off, or of one that was deleted while a journal loads its files.
+            note(self.objects, str(place), "expires_at", now, expiry.at)
+            note(self.objects, str(place), "public", now, False)
+        return manifest
 
     def _record(self, target: ids.TinkerPath, source: Checkpoint, manifest: Manifest) -> None:
         copy = replace(

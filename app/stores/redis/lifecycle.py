@@ -11,9 +11,9 @@ import redis
 from app import ids
 from app.domain import ops
 from app.domain.limits import Charge
-from app.domain.records import Model
+from app.domain.records import Checkpoint, Model
 from app.domain.results import Result
-from app.errors import NewerContent, NotFound
+from app.errors import NotFound, Unavailable
 from app.settings import EngineSettings
 from app.stores.redis import keys, limits
 from app.stores.redis.client import Scripts, flat
@@ -252,19 +252,25 @@ class Pins:
 
     def __iter__(self) -> Iterator[str]:
         """The prefixes. Raises NewerContent, and NotFound for a call whose content is lost."""
-        live = [model_id for model_id, fields in self._records.list(Model.namespace) if "ended" not in fields]
+        return self._loaded(lambda _: True)
+
+    def may_have(self, checkpoint: Checkpoint) -> bool:
+        """False if no journal loads the checkpoint's files. True also if a call cannot be read."""
+        base_model = json.dumps(checkpoint.base_model)
+        try:
+            return checkpoint.prefix in self._loaded(lambda run: run.get("base_model") == base_model)
+        except (Unavailable, NotFound):
+            return True
+
+    def _loaded(self, may_load: Callable[[Mapping[str, str]], bool]) -> Iterator[str]:
+        """The prefixes that those runs load which `may_load` is true for."""
+        runs = self._records.list(Model.namespace)
+        live = [model_id for model_id, fields in runs if "ended" not in fields and may_load(fields)]
         for slice_ in _slices(live):
             for model_id, seq in self._lifecycle.loads(slice_):
                 entry = self._oplog.entry(model_id, seq)
                 if entry is not None and entry.payload:
                     yield ops.decode(entry.payload).prefix
-
-    def may_have(self, prefix: str) -> bool:
-        """False if no journal loads the files at `prefix`. True also if a call cannot be read."""
-        try:
-            return prefix in iter(self)
-        except (NewerContent, NotFound):
-            return True
 
 
 def _slices(items: Sequence[str]) -> Iterable[Sequence[str]]:

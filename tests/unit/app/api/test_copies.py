@@ -18,6 +18,7 @@ from app.errors import Unavailable
 from app.services.recovery import Rebuild, Restored
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import load
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, KEY, OTHER_KEY, Api, batch
 
@@ -196,6 +197,20 @@ def test_a_repeat_of_a_whole_copy_finds_it_after_its_source_is_gone(api: Api, in
     other = saved(api)
     delete(api, other)
     assert copy(api, other, "whole", **place).status_code == 404, "this call made no copy"
+
+
+def test_a_copy_made_anew_where_one_was_deleted_that_a_run_loads_is_whole_and_private(api: Api, state_url: str) -> None:
+    source, target = saved(api), {"destination_project_id": project(api)}
+    path = copy(api, source, "once", **target).json["tinker_path"]
+    api.post("load_weights", {"session_id": api.session(), "model_seq_id": 0, "path": path})
+    run, _, name = path.removeprefix("tinker://").partition("/")
+    publish = f"/api/v1/training_runs/{run}/checkpoints/{name}/publish"
+    assert api.client.post(publish, headers={"X-API-Key": api.key}).status_code == 200
+    delete(api, path)
+    assert copy(api, source, "once", **target).json["tinker_path"] == path
+    assert contents(api, path) == FILES
+    assert path in rebuilt(api, state_url, emptied=True).checkpoints
+    assert load(Checkpoint, api.services.records.get("checkpoints", path)).public is False
 
 
 def test_a_copy_of_nothing_leaves_no_session(api: Api) -> None:

@@ -134,7 +134,10 @@ def _blaming(node: str, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if ran_out_of_memory(error):
+        # The client can choose the text of other classes: torch puts a bad argument into its ValueError.
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            raise
+        if type(error) is RuntimeError and ran_out_of_memory(error):
             raise
         text = str(error).partition("\n")[0][:_LONGEST_TEXT] or "no reason given"
         raise _NodeFailed(f"node {node} ({what}): {type(error).__name__}: {text}") from None

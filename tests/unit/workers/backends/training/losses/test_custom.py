@@ -322,6 +322,19 @@ def test_memory_that_is_short_is_no_fault_of_the_loss(monkeypatch: pytest.Monkey
         found.explain(0, LOGPROBS)
 
 
+def test_an_argument_that_reads_like_short_memory_is_the_fault_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch puts bad arguments, which the client chooses, into the texts of its errors."""
+
+    def refused(_: Tensor) -> NoReturn:
+        raise ValueError("{'DefaultCPUAllocator': 1} is not a valid value for reduction")
+
+    monkeypatch.setitem(METHODS, "exp", refused)
+    found = run(parsed(lambda logprobs: (logprobs.exp().sum(), {}), {"logprobs": 1}), INPUTS)
+    found.evaluate(np.array([0]), LOGPROBS[None, :, None])
+    with pytest.raises(UserOpError, match="not a valid value for reduction"):
+        found.explain(0, LOGPROBS)
+
+
 def test_integer_inputs_stay_integers_and_scalars_have_no_dimension() -> None:
     def pick(logprobs: Tensor, index: Tensor, scale: Tensor) -> Any:
         return (logprobs[index] * scale).sum() + logprobs.gather(0, index)[0], {"custom/ndim:sum": scale}
