@@ -180,3 +180,29 @@ def test_a_request_joins_though_memory_runs_out_while_rows_of_a_cancelled_one_ho
         bench.futures["one"].result(60)
     assert_same(bench.futures["two"].result(60), alone)
     assert shortage.refused == 1
+
+
+def test_rows_set_aside_go_on_when_all_that_run_are_cancelled_while_memory_runs_out(bench, monkeypatch):
+    """Four projects want the four rows: "a" runs two and has to give one up, and "b" has two set aside."""
+    alone = bench.begin("alone", ROWS, 12).result(60)
+
+    def run_out(parts: Sequence[kv_cache.Part], _width: int) -> bool:
+        if len(parts) != 1 or len(parts[0].rows) != 1 or bench.futures["a"].done():
+            return False
+        assert [len(bench.engine._batch.live), len(bench.engine._batch.aside)] == [2, 2]
+        bench.futures["a"].set_exception(Aborted("gone"))
+        return True
+
+    shortage = Shortage(run_out)
+
+    def come() -> None:
+        monkeypatch.setattr(kv_cache, "arrange", shortage.before(kv_cache.arrange))
+        for project in ("c", "d"):
+            bench.begin(project, 1, 12)
+
+    # At its 28th token two rows of "b" end.
+    b = bench.begin("b", ROWS, 12, {8: lambda: bench.begin("a", 2, LONG), 28: come})
+    assert_same(b.result(60), alone)
+    for project in ("c", "d"):
+        assert bench.futures[project].result(60)
+    assert shortage.refused == 1
