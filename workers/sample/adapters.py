@@ -68,11 +68,12 @@ class Adapters:
         """Yields the adapter's id, for a request of `project`: in the adapter's turn, and loaded for as long as the
         block. Yields None for the base model (an empty prefix).
 
-        Raises ServerOpError when its files are gone or damaged, and Unavailable when they cannot be read now. A request
-        that waits for files does not delay the turns of others. Raises Aborted when `handle` is aborted before a
-        turn."""
+        Raises ServerOpError when its files are gone or damaged, or memory is too small for it alone. Raises Unavailable
+        when they cannot be read now, or others have the memory. A request that waits for files does not delay the turns
+        of others. Raises Aborted when `handle` is aborted before a turn."""
         if not prefix:
-            yield None
+            with self._used(""):
+                yield None
             return
         turn = self._scheduler.turn(prefix, project, handle)
         with self._files.use(prefix) as folder, turn, self._loaded_from(folder, prefix, handle):
@@ -80,18 +81,26 @@ class Adapters:
 
     @contextmanager
     def _loaded_from(self, folder: Path, prefix: str, handle: RequestHandle) -> Iterator[None]:
+        try:
+            with self._used(prefix) as loading:
+                with self._gpu_turn(handle), loading:
+                    self._load(prefix, folder)
+                if self._files.in_place:  # else a model's weights would stay in shared memory beside their successor
+                    self._evict_unused()
+                yield
+        finally:
+            self._evict_unused()
+
+    @contextmanager
+    def _used(self, prefix: str) -> Iterator[threading.Lock]:
+        """Counts a request for as long as the block, and yields the loading lock of its adapter."""
         with self._lock:
             self._in_use[prefix] += 1
             loading = self._loading.setdefault(prefix, threading.Lock())
         try:
-            with self._gpu_turn(handle), loading:
-                self._load(prefix, folder)
-            if self._files.in_place:  # else all weights of a model would stay in shared memory beside their successor
-                self._evict_unused()
-            yield
+            yield loading
         finally:
             self._leave(prefix)
-            self._evict_unused()
 
     def _leave(self, prefix: str) -> None:
         with self._lock:
@@ -105,16 +114,40 @@ class Adapters:
                 self._loaded.move_to_end(prefix)
                 telemetry.ADAPTER_USES.labels("hit").inc()
                 return
-        try:
-            self._backend.load(prefix, folder)
-        except Unavailable:
+        if not self._fits(prefix, folder):
             self._evict_unused(0)  # they may have the memory that is missing
-            self._backend.load(prefix, folder)
+            self._load_again(prefix, folder)
         self._files.acquire(prefix)
         with self._lock:
             self._loaded[prefix] = None
             telemetry.ADAPTERS.set(len(self._loaded))
         telemetry.ADAPTER_USES.labels("miss").inc()
+
+    def _fits(self, prefix: str, folder: Path) -> bool:
+        """Loads the adapter. Returns False, and keeps no tensor of it, when memory is too small."""
+        try:
+            self._backend.load(prefix, folder)
+        except Unavailable:
+            return False
+        return True
+
+    def _load_again(self, prefix: str, folder: Path) -> None:
+        """Loads the adapter after unused ones have left. Raises ServerOpError if memory is too small for it alone."""
+        alone = self._is_alone(prefix)
+        try:
+            self._backend.load(prefix, folder)
+        except Unavailable as error:
+            if not (alone and self._is_alone(prefix)):
+                raise
+            raise ServerOpError(
+                f"memory is too small for {prefix}, though no other adapter is loaded and no other request runs; train "
+                "an adapter of a lower rank, or ask the operator for a sampler with more memory"
+            ) from error
+
+    def _is_alone(self, prefix: str) -> bool:
+        """True if no other adapter is loaded, and no request for another one or for the base model runs."""
+        with self._lock:
+            return not self._loaded and self._in_use.keys() == {prefix}
 
     def _evict_unused(self, most: int | None = None) -> None:
         """Evicts unused adapters beyond `most` loaded ones, without the lock: a busy engine evicts one only between two

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from app.errors import Unavailable
+from app.errors import ServerOpError, Unavailable
 from workers.backends.sampling.base import RequestHandle
 from workers.process.fair_queue import FairQueue
 from workers.sample.adapters import Adapters, AdapterScheduler
@@ -30,6 +31,7 @@ class SlowEngine:
         self.room = 99
 
     def load(self, adapter_id: str, folder: Path) -> None:
+        assert sys.exception() is None, "the error of an earlier load keeps the tensors of that load"
         if adapter_id not in self.here:
             if len(self.here) >= self.room:
                 raise Unavailable("memory is short")
@@ -136,3 +138,23 @@ def test_unused_adapters_leave_when_memory_is_too_small_for_another_one(world: W
     assert world.use("d")
     assert world.engine.here == {"d"}
     assert +world.files.held == {"d": 1}
+
+
+def test_an_adapter_that_memory_is_too_small_for_alone_is_not_tried_again(world: World) -> None:
+    world.engine.busy.set()
+    assert world.ending.result(WITHIN_S)
+    world.engine.room = 0
+    with pytest.raises(ServerOpError, match=r"memory is too small for c, though .* lower rank"):
+        world.use("c")
+    assert not world.engine.here
+    assert not +world.files.held
+
+
+def test_an_adapter_is_tried_again_when_a_request_for_the_base_model_may_have_the_memory(world: World) -> None:
+    world.engine.busy.set()
+    assert world.ending.result(WITHIN_S)
+    world.engine.room = 0
+    with world.adapters.use("", "me", RequestHandle()), pytest.raises(Unavailable):
+        world.use("c")
+    assert not world.adapters._in_use
+    assert not world.adapters._loading

@@ -63,8 +63,8 @@ class RunningBatch:
 
     @property
     def with_columns(self) -> list[Row]:
-        """The live rows that hold columns."""
-        return [*self.live, *(row for row in self.aside if self._aside[row])]
+        """The rows that hold columns, idle ones too: theirs are free only after `clear` or `compact`."""
+        return [*self._rows, *(row for row in self.aside if self._aside[row])]
 
     @property
     def occupied(self) -> bool:

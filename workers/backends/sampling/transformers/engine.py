@@ -246,12 +246,13 @@ class Engine:
                 )
             )
         else:
-            self._limit(max(1, len(tried) // 2))
+            self._limit(len(tried) // 2)
 
     def _limit(self, most: int) -> None:
-        """Lets at most so many rows run, and no job start, until one has ended and only so many are unfinished."""
-        self._most, self._refused = most, None
-        self._full_at = max(1, min(self._sequences(), most + 1))
+        """Lets at most so many rows run, and no job start, until one has ended and only so many are unfinished. One row
+        may always run: with none, no row would ever end."""
+        self._most, self._refused = max(1, most), None
+        self._full_at = max(1, min(self._sequences(), self._most + 1))
 
     def _fits(self, work: Callable[..., object], *args: object) -> bool:
         """Runs `work`. Returns False, and keeps no tensor of it, when memory is too small."""

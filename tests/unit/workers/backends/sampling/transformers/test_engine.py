@@ -14,6 +14,7 @@ from app.settings import BaseModelSettings
 from tests.models import byte_tokenizer, tiny_qwen3
 from tests.parity import architectures
 from tests.unit.workers.backends.sampling.transformers.test_preemption import ROWS, Bench, assert_same
+from workers.backends.sampling.base import Aborted
 from workers.backends.sampling.token_sampler import TokenSampler
 from workers.backends.sampling.transformers import kv_cache
 
@@ -154,3 +155,54 @@ def test_a_request_is_sampled_when_memory_is_too_small_to_sample_its_first_token
     shortage = Shortage(once(lambda _self, logits, _uniforms: len(logits) == 3 and len(bench.engine._batch.live) == 3))
     sample = shortage.before(TokenSampler.sample)
     assert_runs_as_alone(bench, shortage, lambda: monkeypatch.setattr(TokenSampler, "sample", sample))
+
+
+def test_a_row_goes_on_when_memory_runs_out_while_ended_rows_of_its_request_hold_the_rest(bench, monkeypatch):
+    words = [sequence.tokens.tolist() for sequence in bench.begin("free", ROWS, LONG).result(60).sequences]
+    stops = tuple(word[4] for word in words[1:])
+    alone = bench.begin("alone", ROWS, LONG, stop_tokens=stops).result(60)
+    assert [len(sequence.tokens) for sequence in alone.sequences] == [LONG, 5, 5, 5], "three end in one step"
+
+    shortage = Shortage(lambda *_: len(bench.engine._batch.live) == 1 < len(bench.engine._batch._rows))
+    monkeypatch.setattr(kv_cache, "arrange", shortage.before(kv_cache.arrange))
+    on_decode(bench, shortage)
+    assert_same(bench.begin("one", ROWS, LONG, stop_tokens=stops).result(60), alone)
+    assert shortage.refused == 2, "to drop the ended rows, and to decode beside them"
+
+
+def test_a_request_joins_though_memory_runs_out_while_rows_of_a_cancelled_one_hold_it(bench, monkeypatch):
+    alone = bench.begin("alone", 1, LONG).result(60)
+    shortage = Shortage(lambda *_: bool(bench.engine._batch._rows) and not bench.engine._batch.live)
+    monkeypatch.setattr(kv_cache, "arrange", shortage.before(kv_cache.arrange))
+    cancel = {1: lambda: bench.futures["one"].set_exception(Aborted("gone"))}
+    bench.begin("one", ROWS - 1, LONG, {20: lambda: bench.begin("two", 1, LONG, cancel)})
+    with pytest.raises(Aborted):
+        bench.futures["one"].result(60)
+    assert_same(bench.futures["two"].result(60), alone)
+    assert shortage.refused == 1
+
+
+def test_rows_set_aside_go_on_when_all_that_run_are_cancelled_while_memory_runs_out(bench, monkeypatch):
+    """Four projects want the four rows: "a" runs two and has to give one up, and "b" has two set aside."""
+    alone = bench.begin("alone", ROWS, 12).result(60)
+
+    def run_out(parts: Sequence[kv_cache.Part], _width: int) -> bool:
+        if len(parts) != 1 or len(parts[0].rows) != 1 or bench.futures["a"].done():
+            return False
+        assert [len(bench.engine._batch.live), len(bench.engine._batch.aside)] == [2, 2]
+        bench.futures["a"].set_exception(Aborted("gone"))
+        return True
+
+    shortage = Shortage(run_out)
+
+    def come() -> None:
+        monkeypatch.setattr(kv_cache, "arrange", shortage.before(kv_cache.arrange))
+        for project in ("c", "d"):
+            bench.begin(project, 1, 12)
+
+    # At its 28th token two rows of "b" end.
+    b = bench.begin("b", ROWS, 12, {8: lambda: bench.begin("a", 2, LONG), 28: come})
+    assert_same(b.result(60), alone)
+    for project in ("c", "d"):
+        assert bench.futures[project].result(60)
+    assert shortage.refused == 1
