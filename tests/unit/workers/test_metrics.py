@@ -22,12 +22,12 @@ from tests.unit.workers.conftest import MODEL, World, await_true, batch, step
 from tests.unit.workers.sample.test_adapters import Make, RecordingBackend, make, store
 from tests.unit.workers.sample.test_admission import BATCH, Engine
 from tests.unit.workers.sample.test_runner import REQUEST, SESSION, admit, backend, runner
-from tests.unit.workers.train.test_runner_faults import kill_by_restore, replay_due
+from tests.unit.workers.train.test_restore_faults import kill_by_restore, replay_alone, replay_due
 from tests.unit.workers.train.test_scheduler import MERGED, A, B, handle, worker_of
 from tests.unit.workers.train.test_scheduler import admit as admit_op
 from workers.backends.sampling.base import RequestHandle, SamplerBackend
 
-__all__ = ["backend", "make", "replay_due", "store"]
+__all__ = ["backend", "make", "replay_alone", "replay_due", "store"]
 STAGES = ("wait", "run", "write", "commit")
 
 
