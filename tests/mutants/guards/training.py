@@ -241,7 +241,7 @@ MUTANTS = (
     Mutant(
         "custom losses: memory that is short is no fault of theirs",
         "workers/backends/training/losses/custom.py",
-        "        if ran_out_of_memory(error):\n            raise\n",
+        "        if type(error) is RuntimeError and ran_out_of_memory(error):\n            raise\n",
         "",
         "tests/unit/workers/backends/training/losses/test_custom.py::test_memory_that_is_short_is_no_fault_of_the_loss",
     ),
