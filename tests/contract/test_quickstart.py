@@ -37,7 +37,8 @@ def test_each_command_of_the_page_works_outside_the_checkout(tmp_path: Path):
         losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", trained)]
         assert len(losses) == 16 and losses[-1] < losses[0]
         answers = [shell(command.replace(_PLACEHOLDER, path), tmp_path, url) for command in asking]
-    assert len(answers) == 2 and '"choices":' in answers[0] and answers[1].strip()
+    assert len(answers) == 2 and '"choices":' in answers[0]
+    assert answers[1].removesuffix("\n"), "the greedy answer of a tiny model may be blanks"
     (program,) = [block.text for block in blocks() if (block.page, block.kind) == ("quickstart.md", "python")]
     shell(f".venv/bin/python -c '{program.replace('HuggingFaceTB/SmolLM2-135M-Instruct', _TINY)}'", tmp_path)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
@@ -215,7 +215,7 @@ def _check_buffers(folder: Path, model: Any) -> None:
 def tensors_in(folder: Path, wanted: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yields each tensor, or those of these names, by its name in the files, on the CPU; one at a time is in memory."""
     for path in _files(folder):
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - a handle of safetensors is no dict
                 if wanted is None or name in wanted:
                     yield name, file.get_tensor(name)
@@ -267,6 +267,14 @@ def weights_for(model: Any, folder: Path) -> Iterable[tuple[str, Tensor]]:
         raise UserOpError(f"{folder.name} holds no weights of this base model: {error}") from None
 
 
+def _opened(path: Path) -> Any:
+    """Opens a file of safetensors. Raises UserOpError when it is damaged."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise UserOpError(f"{path.name} is damaged: {error}") from None
+
+
 def _files(folder: Path) -> list[Path]:
     """Lists the weight files. In a training checkpoint the optimizer's tensors lie beside them."""
     return sorted(folder.glob("model*.safetensors"))
@@ -276,7 +284,7 @@ def _tensors(folder: Path) -> dict[str, Shape]:
     """The shapes of the tensors by their names in the files."""
     found: dict[str, Shape] = {}
     for path in _files(folder):
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return found
 
