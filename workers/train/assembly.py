@@ -46,7 +46,7 @@ class Overrides:
     scan_share: float = 0.01
 
 
-_PRODUCTION = Overrides()
+_REAL = Overrides()
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,7 @@ class AssembledTrainer:
         self.parts.keeper.stop()
 
 
-def assemble_trainer(
-    parts: Parts, serving: Serving[TrainingBackend], overrides: Overrides = _PRODUCTION
-) -> AssembledTrainer:
+def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides: Overrides = _REAL) -> AssembledTrainer:
     """Assembles a trainer around its open backend."""
     oplog, send, queue, backend = parts.oplog, parts.dispatcher.send, serving.queue, serving.backend
     executor, snapshots, restore = _storage(parts, backend, overrides)

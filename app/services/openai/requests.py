@@ -27,7 +27,7 @@ _EFFORT = "reasoning_effort"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _ABOVE_HIGH = ("max", "xhigh")
 Effort = str | float
-"""How much a model thinks, by one of these names or from 0 to 1; which of them it knows is up to its template."""
+"""How much a model thinks: one of these names, or a number from 0 to 1. The chat template decides what it reads."""
 
 
 def is_effort(value: Any) -> bool:
