@@ -191,6 +191,15 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Unlisted ones that transformers builds too, as CASES does.
+OTHERS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "gpt-neox": ("GPTNeoX", {}),
+    "phimoe": ("Phimoe", {"pad_token_id": 0}),
+    "mamba2": ("Mamba2", {"num_heads": 8, "n_groups": 1, "state_size": 16}),
+    "bert": ("Bert", {}),
+    "roberta": ("Roberta", {}),
+}
+
 VLLM_ALWAYS = ("olmo3", "gemma3")
 """The cases that the tests run in vLLM every time: a start takes 20 s and more on two free cores."""
 VLLM = (
@@ -216,7 +225,7 @@ def class_name(case: str) -> str:
 def config_of(case: str, **shape: Any) -> Any:
     """The case's configuration, with fields of `shape` in place of SHAPE's. A model that reads images has the shape in
     its text_config."""
-    name, extra = CASES[case]
+    name, extra = {**CASES, **OTHERS}[case]
     config_class: Callable[..., Any] = getattr(transformers, f"{name}Config")
     if "text_config" in extra:
         return config_class(**{**extra, "text_config": {**SHAPE, **shape, **extra["text_config"]}})

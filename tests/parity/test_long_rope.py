@@ -81,6 +81,20 @@ def test_a_context_of_the_original_length_has_the_short_frequencies(base: Path) 
     np.testing.assert_allclose(found, of_transformers(base, SHORT), atol=1e-5)
 
 
+@pytest.mark.parametrize("context", [256, ORIGINAL])
+def test_a_family_that_scales_by_the_length_of_a_call_takes_the_scale_of_the_context(
+    context: int, tmp_path: Path
+) -> None:
+    rope = {**_ROPE, "short_mscale": 1.1, "long_mscale": 1.5}
+    base = architectures.build("phimoe", tmp_path, head_dim=32, hidden_size=128, rope_parameters=rope)
+    trainer = opened(base, context)
+    (alone,) = forward(trainer, "m", [SHORT])
+    beside, _ = forward(trainer, "m", [SHORT, LONG[: max(context, ORIGINAL)]])
+    np.testing.assert_allclose(beside, alone, atol=1e-5)
+    is_short = np.allclose(alone, of_transformers(base, SHORT), atol=1e-5)
+    assert is_short == (context == ORIGINAL)
+
+
 @pytest.mark.parametrize("backend", ["transformers", "vllm"])
 def test_a_sampler_has_the_trainers_logprobs(base: Path, backend: str) -> None:
     sampler = create(settings(base, 256, BACKENDS[backend]))

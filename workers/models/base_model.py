@@ -150,11 +150,13 @@ def read_config(settings: BaseModelSettings) -> Any:
     # Without `trust_remote_code`, transformers would ask on the terminal.
     config = AutoConfig.from_pretrained(local_path(settings.path), trust_remote_code=False)
     if getattr(config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):  # "vision" is causal
-        raise UnservableModel(
-            f"base model {settings.name!r} attends to later tokens, so it has no next-token logprobs; choose a causal "
-            "model"
-        )
+        raise not_causal(settings)
     return config
+
+
+def not_causal(settings: BaseModelSettings) -> UnservableModel:
+    why = "attends to later tokens, so it has no next-token logprobs; choose a causal model"
+    return UnservableModel(f"base model {settings.name!r} {why}")
 
 
 def check_weights(settings: BaseModelSettings) -> None:

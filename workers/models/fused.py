@@ -52,7 +52,8 @@ def usable(device: torch.device) -> bool:
 def fuse(model: Any) -> bool:
     """Gives a transformers PreTrainedModel the fused kernels that there are for its architecture, in place.
 
-    Returns False, and changes nothing, if liger-kernel does not know the architecture.
+    Returns False, and changes nothing, if liger-kernel does not know the architecture. So it does, with a line in the
+    log, if liger-kernel needs a class of the architecture that another version of transformers had.
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     from transformers.integrations.liger import apply_liger_kernel
@@ -74,6 +75,9 @@ def fuse(model: Any) -> bool:
     before = dict(vars(module))
     try:
         apply_liger_kernel(model, kernels)
+    except ImportError as error:
+        log.warning("%s: liger-kernel does not go with this transformers (%s)", _NO_KERNELS, error)
+        return False
     finally:
         _restore(vars(module), before)
     return True

@@ -16,8 +16,10 @@ from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.domain.ops import LoraSpec
-from app.settings import TrainerSettings
+from app.errors import UnservableModel
+from app.settings import BaseModelSettings, TrainerSettings
 from workers.backends.devices import moved
+from workers.backends.failures import ran_out_of_memory
 from workers.backends.training import packing, sequence_parallel
 from workers.backends.training.attention import NAME, packed_attention
 from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
@@ -25,7 +27,7 @@ from workers.backends.training.memory import Activations, bytes_of_trained
 from workers.backends.training.packing import runs_of
 from workers.backends.training.ranks import RankGroup
 from workers.backends.training.sequence_parallel import ALONE, ModelParallelGroup
-from workers.models import experts, fused, images, lora, quantized, routers
+from workers.models import base_model, experts, fused, images, lora, quantized, routers
 from workers.models.adapter import Adapter
 from workers.models.base_model import LoadedBase
 from workers.models.images import Picture
@@ -270,8 +272,31 @@ class HiddenStates(nn.Module):
 
     def _probe(self, device: torch.device, count: int) -> None:
         """Runs `count` tokens through the base with an adapter on every linear, unless the base itself is trained."""
-        adapter = None if self._trained() else lora.new_adapter(self.model, _PROBE).to(device)
-        self._run(torch.zeros(count, dtype=torch.int64, device=device), [count], [(adapter, 1)], True, None)
+        owners = [(self._probe_adapter(device), 1)]
+        self._run(torch.zeros(count, dtype=torch.int64, device=device), [count], owners, True, None)
+
+    @torch.no_grad()
+    def check_runs(self, settings: BaseModelSettings, device: torch.device) -> None:
+        """Tries an architecture that is not listed on a datum, beside the first half of the same datum.
+
+        Raises UnservableModel when it cannot run, or when the halves have different logits: then tokens see later ones.
+        """
+        if self.packed:
+            return
+        tokens = torch.arange(1, 9, device=device)
+        try:
+            logits = self._run(torch.cat([tokens, tokens[:4]]), [8, 4], [(self._probe_adapter(device), 2)], False, None)
+        except Exception as error:
+            if ran_out_of_memory(error):
+                raise
+            raise UnservableModel(f"base model {settings.name!r} cannot run text alone: {error!r}") from error
+        whole, half = logits[:4].float(), logits[8:].float()
+        # Tiny random encoders differ by 0.17 and more. Causal models differ by rounding at most.
+        if (half - whole).norm() > torch.finfo(logits.dtype).eps ** 0.5 * whole.norm():
+            raise base_model.not_causal(settings)
+
+    def _probe_adapter(self, device: torch.device) -> Adapter | None:
+        return None if self._trained() else lora.new_adapter(self.model, _PROBE).to(device)
 
     def _trained(self) -> bool:
         return any(parameter.requires_grad for parameter in self.model.parameters())

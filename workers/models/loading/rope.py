@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 from torch import nn
@@ -27,3 +28,10 @@ def _fix(rotary: Any, max_context: int) -> None:
     frequencies, rotary.attention_scaling = compute(rotary.config, rotary.inv_freq.device, seq_len=max_context)
     rotary.register_buffer("inv_freq", frequencies, persistent=False)
     rotary.rope_type = f"{_LONG}, fixed"  # the forward of transformers changes the frequencies of the types it knows
+    rope = rotary.config.rope_parameters
+    if "long_mscale" in rope:  # the forward of PhiMoE computes frequencies itself, and takes the scale of this length
+        is_long = max_context > rope["original_max_position_embeddings"]
+        scale = rope["long_mscale" if is_long else "short_mscale"]
+        rotary.config = deepcopy(rotary.config)
+        rotary.config.rope_parameters = {**rope, "short_mscale": scale, "long_mscale": scale}
+        rotary.rope_init_fn = lambda _: (frequencies, scale)

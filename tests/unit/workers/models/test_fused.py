@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.integrations import liger
 
 from app.settings import BaseModelSettings
 from tests.parity import architectures
@@ -56,3 +57,15 @@ def test_without_liger_kernel_there_are_none_and_the_log_says_how_to_install_it(
     assert not fused.usable(torch.device("cuda"))
     assert len(caplog.records) == 1
     assert "pip install liger-kernel" in caplog.text
+
+
+def test_kernels_that_do_not_go_with_the_installed_transformers_leave_the_model_as_it_is(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ImportError("cannot import name 'Output'")
+
+    monkeypatch.setattr(liger, "apply_liger_kernel", fail)
+    config = architectures.config_of("qwen3")
+    assert not fused.fuse(architectures.auto_class(type(config)).from_config(config))
+    assert "cannot import name 'Output'" in caplog.text

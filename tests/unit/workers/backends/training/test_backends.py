@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.errors import SetupError
+from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings, TrainerSettings
 from tests.parity import architectures
 from workers.backends.training import backends
 from workers.backends.training.backends import rank_device
+from workers.backends.training.engine import HiddenStates
+from workers.backends.training.trainer import Trainer
 
 
 @pytest.fixture
@@ -67,3 +69,44 @@ def test_deepspeed_computes_in_fp32_what_transformers_keeps_in_it(tmp_path: Path
         )
     assert found[0] == found[1]
     assert {dtype for dtype, _ in found[1].values()} == {torch.float32, torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("case", "full", "why"),
+    [
+        ("bert", True, "attends to later tokens, so it has no next-token logprobs; choose a causal model"),
+        ("roberta", True, "attends to later tokens, so it has no next-token logprobs; choose a causal model"),
+        ("mamba2", False, "cannot run text alone: AttributeError"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_architecture_that_is_not_listed_is_refused_where_it_would_compute_nothing_of_use(
+    case: str, full: bool, why: str, dtype: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnservableModel, match=f"base model 'q' {why}"):
+        trainer(case, dtype, tmp_path, full=full).open()
+
+
+@pytest.mark.parametrize(("case", "full"), [("gpt-neox", True), ("mamba2", True), ("phimoe", False)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_architecture_that_is_not_listed_is_trained_if_it_is_causal(
+    case: str, full: bool, dtype: str, tmp_path: Path
+) -> None:
+    assert trainer(case, dtype, tmp_path, full=full).open().name == "q"
+
+
+def test_memory_that_runs_out_in_the_trial_of_an_architecture_refuses_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(HiddenStates, "_run", run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer("gpt-neox", "float32", tmp_path, full=True).open()
+
+
+def trainer(case: str, dtype: str, folder: Path, *, full: bool) -> Trainer:
+    base = architectures.build(case, folder)
+    settings = BaseModelSettings(name="q", path=str(base), dtype=dtype, trainer={"backend": "torch"})
+    return backends.create(settings, full=full)
