@@ -294,6 +294,14 @@ MUTANTS = (
         "tests/unit/workers/sample/test_adapters.py::test_all_weights_of_a_model_are_read_where_the_trainer_wrote_them",
     ),
     Mutant(
+        "shared memory: a slow writer's folder is no leftover",
+        "workers/checkpoints/shm_transfer.py",
+        "self._locked(Path(temporary), fcntl.LOCK_EX)",
+        "self._locked(Path(temporary), fcntl.LOCK_UN)",
+        "tests/unit/workers/checkpoints/test_shm_folder.py"
+        "::test_what_is_being_written_for_long_is_not_taken_for_a_leftover",
+    ),
+    Mutant(
         "adapter scheduler: newcomers come before more of the same",
         "workers/sample/adapters.py",
         "if adapter_id not in self._running and len(self._running) >= self._most:\n                return",
