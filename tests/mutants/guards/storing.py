@@ -275,7 +275,7 @@ MUTANTS = (
     Mutant(
         "complete: what is there of a generation stays",
         "workers/checkpoints/transfer.py",
-        "own if store.put_new(key, source) else _stored_entry(store, key)",
+        "own if store.put_new(key, source) else store.entry(key)",
         "own if store.put_new(key, source) else own",
         f"{_TRANSFER}::test_two_owners_that_upload_at_once_agree_on_one_of_their_copies",
     ),
