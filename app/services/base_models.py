@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ def sampler_role(*, full: bool) -> str:
 
 
 class BaseModels:
-    """Settings and worker-reported facts of the base models served. Facts stay known while a worker restarts: they
-    belong to the base model, and the waiting Ops stay in the journal."""
+    """Settings and worker-reported facts of the base models served: of the workers of a role, those that hold for all.
+    Facts stay known while a worker restarts: they belong to the base model, and the waiting Ops stay in the journal."""
 
     def __init__(self, settings: Settings, records: RedisRecords) -> None:
         self._settings = settings
@@ -129,7 +130,11 @@ class BaseModels:
         with self._lock:
             described = (((w.role, w.base_model), w.describe.get(SHAPES)) for w in workers)
             self._shapes.update({role_and_base: rows for role_and_base, rows in described if rows is not None})
-            self._known.update({(w.role, w.base_model): _info(w) for w in workers})
+            for role_and_base in {(w.role, w.base_model) for w in workers}:
+                found = [w for w in workers if (w.role, w.base_model) == role_and_base]
+                healthy = [w for w in found if w.healthy]
+                if healthy or role_and_base not in self._known:
+                    self._known[role_and_base] = _common([_info(w) for w in healthy or found])
 
     def missing(self) -> list[str]:
         """The workers that must still start before every served base model can be trained and sampled.
@@ -163,7 +168,7 @@ class BaseModels:
         reasons."""
         if trainer is None:
             return {"dtype": None, "trainable_groups": None, "never_adapted": {}}
-        info, never = _info(trainer), trainer.describe.get(NEVER_ADAPTED, {})
+        info, never = self._known[trainer.role, trainer.base_model], trainer.describe.get(NEVER_ADAPTED, {})
         return {"dtype": info.dtype, "trainable_groups": list(info.trainable_groups), "never_adapted": never}
 
     def _refusals(self) -> dict[tuple[str, str], str]:
@@ -219,3 +224,17 @@ def _located(source: str) -> tuple[str, Path]:
 def _info(worker: Worker) -> BaseModelInfo:
     later = {fact: worker.describe.get(fact, False) for fact in LATER_FACTS}
     return BaseModelInfo(**{**worker.info, "trainable_groups": tuple(worker.info["trainable_groups"]), **later})
+
+
+def _common(infos: Sequence[BaseModelInfo]) -> BaseModelInfo:
+    """The facts that hold for all of these workers: a call may run on any of them."""
+    first = infos[0]
+    return replace(
+        first,
+        max_context=min(info.max_context for info in infos),
+        trainable_groups=tuple(
+            group for group in first.trainable_groups if all(group in info.trainable_groups for info in infos)
+        ),
+        reads_images=all(info.reads_images for info in infos),
+        follows_schemas=all(info.follows_schemas for info in infos),
+    )

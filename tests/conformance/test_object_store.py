@@ -20,7 +20,7 @@ from prometheus_client import REGISTRY
 from app.errors import BadRequest, Forbidden, NotFound, TooLarge
 from app.settings import Settings, StoreSettings
 from app.stores.objects import create
-from app.stores.objects.base import ObjectStore
+from app.stores.objects.base import ObjectStore, file_entry
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.s3 import S3Store
 from tests.conformance.object_stores import KEY, folder_settings
@@ -95,6 +95,7 @@ def test_what_was_put_is_read_back_whole(store: ObjectStore, tmp_path: Path):
     store.get(KEY, tmp_path / "deep" / "er" / "target")
     assert (tmp_path / "deep" / "er" / "target").read_bytes() == content
     assert store.read(KEY) == content
+    assert store.entry(KEY) == file_entry(source)
 
 
 def test_a_fetch_of_more_bytes_than_may_come_leaves_nothing(store: ObjectStore, tmp_path: Path):
@@ -147,6 +148,8 @@ def test_a_missing_object_is_not_found(store: ObjectStore, tmp_path: Path):
         store.read("no/such/key")
     with pytest.raises(NotFound, match="no/such/key"):
         store.size("no/such/key")
+    with pytest.raises(NotFound, match="no/such/key"):
+        store.entry("no/such/key")
     with pytest.raises(NotFound):
         store.get("no/such/key", tmp_path / "target")
     assert not (tmp_path / "target").exists()
@@ -255,6 +258,7 @@ def test_a_key_that_could_leave_the_store_is_refused(store: ObjectStore, key: st
         lambda: store.copy(KEY, key),
         lambda: store.delete([key]),
         lambda: store.size(key),
+        lambda: store.entry(key),
         lambda: store.presign(key, 60),
         lambda: store.presign_put(key, 60, 10),
     ):
@@ -324,11 +328,13 @@ def test_each_call_is_timed(store: ObjectStore, tmp_path: Path):
     store.read(KEY)
     store.copy(KEY, f"{KEY}-copy")
     store.list("")
+    store.entry(KEY)
     store.size(KEY)
     with pytest.raises(NotFound):
         store.size(f"{KEY}-missing")
     store.delete([KEY])
     assert {name: count - before[name] for name, count in counts().items()} == {
         **dict.fromkeys(before, 1),
+        "get": 2,
         "size": 2,
     }

@@ -84,6 +84,7 @@ def test_an_object_that_was_sent_with_an_encoding_comes_as_it_is_stored(s3_setti
     assert urllib3.request("PUT", url, body=bomb, headers={"Content-Encoding": "gzip"}).status == 200
     store.get("uploads/bomb", tmp_path / "bomb", len(bomb))
     assert (tmp_path / "bomb").read_bytes() == store.read("uploads/bomb") == bomb
+    assert store.entry("uploads/bomb").size == len(bomb)
 
 
 def ignoring(server: StoreSettings) -> Rewriting:

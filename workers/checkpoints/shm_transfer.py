@@ -268,11 +268,14 @@ class ShmFolder:
                 self.remove(prefix)
         for leftover in (*self.root.glob(f"{_NEW}*"), *self.root.glob(f"{_GONE}*")):
             if _is_stale(leftover):
-                shutil.rmtree(leftover, ignore_errors=True)
+                # A writer that is alive holds the lock, however long it writes.
+                with suppress(OSError), self._locked(leftover, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    shutil.rmtree(leftover, ignore_errors=True)
 
     @contextmanager
     def _locked(self, folder: Path, how: int) -> Iterator[Path]:
-        """Locks the folder of a checkpoint, for its readers or for its removal. The end of a process unlocks it too.
+        """Locks the folder of a checkpoint, for its writer, its readers or its removal. The end of a process unlocks it
+        too.
 
         Raises OSError: FileNotFoundError without a folder, BlockingIOError with LOCK_NB, and others on a file system
         without locks.
@@ -290,7 +293,10 @@ class ShmFolder:
 
     def _write(self, target: Path, fill: Callable[[Path], None], size: int) -> None:
         self._check_room(size)  # writing a full model in vain costs time, and memory
-        with tempfile.TemporaryDirectory(dir=self.root, prefix=_NEW) as temporary:
+        with (
+            tempfile.TemporaryDirectory(dir=self.root, prefix=_NEW) as temporary,
+            self._locked(Path(temporary), fcntl.LOCK_EX),
+        ):
             files = Path(temporary) / "files"
             files.mkdir()
             fill(files)

@@ -119,7 +119,7 @@ def complete(store: ObjectStore, prefix: str, folder: Path) -> None:
     for name in manifest.files:
         key, source = f"{prefix}/{name}", folder / name
         own = file_entry(source)  # first, so that a killed process leaves no file behind for long without its manifest
-        entries[name] = own if store.put_new(key, source) else _stored_entry(store, key)
+        entries[name] = own if store.put_new(key, source) else store.entry(key)
     store.put_new(f"{prefix}/{MANIFEST}", replace(manifest, files=entries).to_json())
 
 
@@ -232,7 +232,7 @@ def host_cpu() -> str:
 
 
 def _upload(store: ObjectStore, key: str, source: Path, entry: FileEntry) -> None:
-    if store.put_new(key, source) or _stored_entry(store, key) == entry:
+    if store.put_new(key, source) or store.entry(key) == entry:
         return
     # An attempt that never wrote its manifest left this file, so no one reads it.
     store.delete([key])
@@ -262,13 +262,6 @@ def _download(store: ObjectStore, prefix: str, files: Path, check_room: CheckRoo
     for name, expected in manifest.files.items():
         fetch_file(store, f"{prefix}/{name}", files / name, expected)
     seal(files, manifest)
-
-
-def _stored_entry(store: ObjectStore, key: str) -> FileEntry:
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "stored"
-        store.get(key, target)
-        return file_entry(target)
 
 
 @contextmanager

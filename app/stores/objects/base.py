@@ -45,6 +45,10 @@ class ObjectStore(Protocol):
         than `most_bytes`: no more than these are written."""
         ...
 
+    def entry(self, key: str) -> FileEntry:
+        """The size and sha256 of an object, which takes no room on a disk. Raises NotFound."""
+        ...
+
     def read(self, key: str) -> bytes:
         """The bytes of a small object. Raises NotFound."""
         ...

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, BinaryIO
 
+from app.domain.checkpoints import FileEntry
 from app.errors import NotFound, SetupError, Unavailable
 from app.signing import UrlSigner
 from app.stores.disk import Disk
@@ -19,6 +20,7 @@ from app.stores.objects.base import (
     check_key,
     check_prefix,
     copy_bounded,
+    file_entry,
     flush,
     flush_folder,
     is_key,
@@ -78,6 +80,12 @@ class FolderStore:
         """Fetches an object to a local file, whole or not at all. Raises NotFound, and TooLarge."""
         with self._outages(key), self._path(key).open("rb") as data, whole_file(target) as file:
             copy_bounded(iter(partial(data.read, 2**20), b""), file, most_bytes)
+
+    @store_call("get")
+    def entry(self, key: str) -> FileEntry:
+        """The size and sha256 of an object. Raises NotFound."""
+        with self._outages(key):
+            return file_entry(self._path(key))
 
     @store_call("read")
     def read(self, key: str) -> bytes:

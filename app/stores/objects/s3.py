@@ -29,6 +29,7 @@ from urllib3.connection import HTTPConnection
 from urllib3.exceptions import HTTPError
 
 from app import sockets
+from app.domain.checkpoints import FileEntry
 from app.errors import NotFound, SetupError, Unavailable
 from app.settings import StoreSettings
 from app.stores.objects.base import check_key, check_prefix, copy_bounded, is_key, whole_file
@@ -97,7 +98,17 @@ class S3Store:
     def get(self, key: str, target: Path, most_bytes: int | None = None) -> None:
         """Fetches an object to a local file, whole or not at all. Raises NotFound, and TooLarge."""
         with self._reading(key) as answer, whole_file(target) as file:
-            copy_bounded(answer.stream(2**20, decode_content=False), file, most_bytes)
+            copy_bounded(_stream(answer), file, most_bytes)
+
+    @store_call("get")
+    def entry(self, key: str) -> FileEntry:
+        """The size and sha256 of an object. Raises NotFound."""
+        size, digest = 0, hashlib.sha256()
+        with self._reading(key) as answer:
+            for piece in _stream(answer):
+                size += len(piece)
+                digest.update(piece)
+        return FileEntry(size, digest.hexdigest())
 
     @store_call("read")
     def read(self, key: str) -> bytes:
@@ -209,8 +220,7 @@ class S3Store:
                 return False
             raise
         try:
-            pieces = stored.stream(2**20, decode_content=False)
-            return all(piece == data.read(len(piece)) for piece in pieces) and not data.read(1)
+            return all(piece == data.read(len(piece)) for piece in _stream(stored)) and not data.read(1)
         finally:
             stored.close()
             stored.release_conn()
@@ -316,6 +326,10 @@ def _client(url: SplitResult, settings: StoreSettings, http: urllib3.PoolManager
         region=settings.region,
         http_client=http,
     )
+
+
+def _stream(answer: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
+    return answer.stream(2**20, decode_content=False)
 
 
 def _reader(source: Path | bytes) -> BinaryIO:

@@ -275,7 +275,7 @@ MUTANTS = (
     Mutant(
         "complete: what is there of a generation stays",
         "workers/checkpoints/transfer.py",
-        "own if store.put_new(key, source) else _stored_entry(store, key)",
+        "own if store.put_new(key, source) else store.entry(key)",
         "own if store.put_new(key, source) else own",
         f"{_TRANSFER}::test_two_owners_that_upload_at_once_agree_on_one_of_their_copies",
     ),
@@ -292,6 +292,14 @@ MUTANTS = (
         "self._locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "self._locked(folder, fcntl.LOCK_SH)",
         "tests/unit/workers/sample/test_adapters.py::test_all_weights_of_a_model_are_read_where_the_trainer_wrote_them",
+    ),
+    Mutant(
+        "shared memory: a slow writer's folder is no leftover",
+        "workers/checkpoints/shm_transfer.py",
+        "self._locked(Path(temporary), fcntl.LOCK_EX)",
+        "self._locked(Path(temporary), fcntl.LOCK_UN)",
+        "tests/unit/workers/checkpoints/test_shm_folder.py"
+        "::test_what_is_being_written_for_long_is_not_taken_for_a_leftover",
     ),
     Mutant(
         "adapter scheduler: newcomers come before more of the same",

@@ -242,7 +242,12 @@ def token_limit(request: SampleRequest, info: BaseModelInfo) -> int:
 
 def sample_seed(seed: int, index: int) -> np.random.SeedSequence:
     """Returns the seed of sample `index` of a call: independent streams, for any seeds and any number of samples."""
-    return np.random.SeedSequence([seed % 2**64, index])
+    if 0 <= seed < 2**32:
+        return np.random.SeedSequence([seed, index])
+    # SeedSequence makes words of 32 bits, as few as each number needs, and pads them with zeros. A last word of 1 keeps
+    # a seed of two words apart from a seed of one with its index.
+    low, high = seed % 2**32, seed // 2**32 % 2**32
+    return np.random.SeedSequence([low, high, index % 2**32, index // 2**32, 1])
 
 
 def alternatives_seed(seed: int) -> np.random.SeedSequence:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import redis
 
-from app.domain.records import LAST_WORKERS, Refusal, Worker
+from app.domain.records import FOLLOWS_SCHEMAS, LAST_WORKERS, READS_IMAGES, BaseModelInfo, Refusal, Worker
 from app.errors import BadRequest, Unavailable
 from app.services.base_models import SHAPES, BaseModels
 from app.settings import BaseModelSettings, Settings
@@ -69,6 +70,39 @@ def test_a_base_model_that_cannot_be_served_any_more_is_refused_though_it_was_se
     records.put(Refusal.namespace, Refusal.id("trainer", "org/tiny"), dump(refusal))
     with pytest.raises(BadRequest, match="another model now"):
         bases.info("trainer", "org/tiny")
+
+
+def test_a_base_model_can_do_what_all_of_its_live_workers_can(client: redis.Redis) -> None:
+    """A request may run on any of them. Here vLLM has a GPU's host, and transformers a CPU's."""
+    records, bases = started(client)
+    groups = ["attn", "mlp", "unembed"]
+    can = {FOLLOWS_SCHEMAS: True, READS_IMAGES: True}
+    vllm = Worker("sampler", "org/tiny", {**INFO, "trainable_groups": ["attn", "mlp"]}, can, "", 0.0)
+    cpu = Worker("sampler", "org/tiny", {**INFO, "trainable_groups": groups, "max_context": 256}, {}, "", 0.0)
+    both = BaseModelInfo(**{**INFO, "trainable_groups": ("attn", "mlp"), "max_context": 256})
+    alone = replace(both, max_context=512, reads_images=True, follows_schemas=True)
+
+    def found(**workers: Worker) -> BaseModelInfo:
+        for node in "abc":
+            records.delete(Worker.namespace, node)
+        for node, worker in workers.items():
+            records.put(Worker.namespace, node, dump(worker), ttl_s=60)
+        bases.live()
+        return bases.info("sampler", "org/tiny")
+
+    assert found(a=replace(cpu, healthy=False)).max_context == 256, "nothing else is known"
+    assert found(a=vllm, b=cpu, c=vllm) == found(a=cpu, b=vllm) == both
+    assert found(a=vllm, b=replace(cpu, healthy=False)) == alone
+    assert found(a=replace(cpu, healthy=False)) == alone, "none lives"
+    assert found() == alone
+
+
+def test_a_trainers_groups_are_those_that_all_trainers_train(client: redis.Redis) -> None:
+    records, bases = started(client)
+    for node, groups in (("a", ["attn"]), ("b", ["attn", "mlp"])):
+        worker = Worker("trainer", "org/tiny", {**INFO, "trainable_groups": groups}, {}, "", 0.0)
+        records.put(Worker.namespace, node, dump(worker), ttl_s=60)
+    assert [base["trainable_groups"] for base in bases.capabilities()] == [["attn"]]
 
 
 def test_a_worker_that_was_never_up_is_demanded_for_a_while(client: redis.Redis) -> None:

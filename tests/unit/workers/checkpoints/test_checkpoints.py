@@ -105,6 +105,15 @@ def test_the_manifest_says_what_where_and_on_which_machine(store: WatchedStore, 
     assert (manifest.threads, manifest.cpu) == (transfer.host_threads(), transfer.host_cpu())
 
 
+def test_an_upload_goes_on_without_room_for_the_files_that_are_stored(store: WatchedStore, tmp_path: Path):
+    """The disk may be a small one in memory, and the upload is repeated until it ends."""
+    folder = folder_of(tmp_path)
+    store.put_new(f"{PREFIX}/{ADAPTER_FILE}", folder / ADAPTER_FILE)
+    with full_disk(len(CONTENT[ADAPTER_FILE]) - 1):
+        write(store, folder)
+    assert transfer.is_there(store, PREFIX)
+
+
 def test_without_an_optimizer_file_the_manifest_says_so(store: WatchedStore, tmp_path: Path):
     assert not write(store, folder_of(tmp_path, {ADAPTER_FILE: b"a"})).has_optimizer
 

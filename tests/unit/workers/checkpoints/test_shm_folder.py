@@ -145,6 +145,8 @@ def test_a_file_system_without_locks_costs_a_warning(
         assert found is None
     folder.remove(prefix(1))
     assert "could not be removed from shared memory" in caplog.text
+    assert not folder.write(prefix(2), sealed()), "another process would take it for a leftover"
+    assert f"no shared-memory transfer of {prefix(2)}: [Errno 37] No locks available" in caplog.text
 
 
 def by_an_earlier_version(folder: ShmFolder, prefix: str) -> Path:
@@ -251,6 +253,18 @@ def test_unneeded_files_that_were_not_just_written_make_room(folder: ShmFolder):
     folder.make_room({prefix(1)}.__contains__)
     assert set(folder.prefixes()) == {prefix(1), prefix(3)}
     assert not any(leftover.exists() for leftover in leftovers)
+
+
+def test_what_is_being_written_for_long_is_not_taken_for_a_leftover(folder: ShmFolder, tmp_path: Path):
+    def slowly(target: Path) -> None:
+        (target / "first.bin").write_bytes(b"first")
+        os.utime(target.parent, (time.time() - 3600,) * 2)
+        ShmFolder(folder.root, folder.most_bytes).make_room(lambda prefix: False)
+        sealed()(target)
+
+    assert folder.write(prefix(1), slowly)
+    assert folder.take(prefix(1), tmp_path / "taken")
+    assert {file.name for file in (tmp_path / "taken").iterdir()} == {"first.bin", "adapter.bin"}
 
 
 def old(folder: Path) -> Path:

@@ -161,19 +161,16 @@ class RunningBatch:
         taken = [(self._cache, place, row) for place, row in kept] + new
         taken.sort(key=lambda entry: entry[2].job.adapter_id)
         rows = [row for _, _, row in taken]
-        if rows:
-            width = max(row.cached for row in rows)
-            # All at once: an error in any of them changes nothing.
-            self._cache, self._starts, self._shifts, self._token_sampler, self._segments, self._width = (
-                kv_cache.arrange(_parts(taken), width),
-                torch.tensor([width - row.cached for row in rows], device=self._device),
-                torch.tensor([row.job.shift for row in rows], device=self._device),
-                TokenSampler([row.job.request for row in rows], self._device),
-                lora.StackedSegments(segments([row.job for row in rows])),
-                width,
-            )
-        else:
-            self._cache = kv_cache.empty(self._model.config)
+        width = max((row.cached for row in rows), default=0)
+        # All at once: an error in any of them changes nothing. All, also without rows: the segments hold adapters.
+        self._cache, self._starts, self._shifts, self._token_sampler, self._segments, self._width = (
+            kv_cache.arrange(_parts(taken), width) if rows else kv_cache.empty(self._model.config),
+            torch.tensor([width - row.cached for row in rows], device=self._device),
+            torch.tensor([row.job.shift for row in rows], device=self._device),
+            TokenSampler([row.job.request for row in rows], self._device),
+            lora.StackedSegments(segments([row.job for row in rows])),
+            width,
+        )
         self._rows, self._compacted = rows, len(rows)
 
 

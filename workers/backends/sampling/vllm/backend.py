@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
+import os
 import re
+import shutil
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -36,6 +40,7 @@ from workers.models import base_model, full_weights, lora, packed, peft_files
 _NATIVE_PLACE = re.compile(r"\[[0-9:]+\] /[^ ]+: ")
 """The time and source line with which xgrammar's C++ begins an error: "[21:14:23] /project/cpp/x.cc:4944: "."""
 
+_TEMPORARY = "tinsmith-vllm-"
 _NO_MEMORY = ("out of memory", "allocate memory")
 """The words of torch and of the system for a failed allocation. vLLM passes on the text alone of its processes' errors.
 """
@@ -155,10 +160,10 @@ class VllmSampler:
         if not self._settings.quantized and (form is None or form.exact_in_vllm):
             return EngineThread(arguments)
         self._settings.check_quantized()
-        with tempfile.TemporaryDirectory(prefix="tinsmith-") as folder:
-            full_weights.write_dequantized(self._settings, Path(folder))
+        with _temporary_folder() as folder:
+            full_weights.write_dequantized(self._settings, folder)
             torch.cuda.empty_cache()  # vLLM takes its share of what is free
-            return EngineThread({**arguments, "model": folder})
+            return EngineThread({**arguments, "model": str(folder)})
 
     def _adapters(self, skeleton: nn.Module) -> VllmAdapters:
         adapters = VllmAdapters(self._engine)
@@ -243,7 +248,7 @@ class VllmAdapters:
         self._numbers = count(1)
         self._by_id: dict[str, Any] = {}
         self._loading = threading.Lock()
-        self._zero: tempfile.TemporaryDirectory[str] | None = None
+        self._folders = ExitStack()
 
     def load(self, adapter_id: str, folder: Path) -> None:
         with self._loading:
@@ -267,8 +272,7 @@ class VllmAdapters:
 
     def close(self) -> None:
         """Frees the base's adapter folder once the engine has ended."""
-        if self._zero is not None:
-            self._zero.cleanup()
+        self._folders.close()
 
     def use_zero_for_base(self, skeleton: nn.Module) -> None:
         """Gives the base an adapter whose B is zero.
@@ -277,9 +281,9 @@ class VllmAdapters:
         once that slot is taken, the base's rows get another request's adapter.
         """
         spec = LoraSpec(rank=1, train_mlp=False, train_unembed=False)
-        self._zero = tempfile.TemporaryDirectory(prefix="tinsmith-")
-        peft_files.write(lora.new_adapter(skeleton, spec), Path(self._zero.name), "", skeleton)
-        self.base = self._add("", Path(self._zero.name))
+        folder = self._folders.enter_context(_temporary_folder())
+        peft_files.write(lora.new_adapter(skeleton, spec), folder, "", skeleton)
+        self.base = self._add("", folder)
 
     def _add(self, name: str, folder: Path) -> Any:
         from vllm.lora.request import LoRARequest
@@ -336,6 +340,32 @@ class VllmFullFinetuneModel:
 
     def close(self) -> None:
         """Does nothing: there is nothing to free once the engine has ended."""
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """A new folder for files that vLLM reads. Removes those that killed processes left, such as a whole model at each
+    start that ran out of memory. A live process holds the lock of its own."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*/files"):
+        with suppress(OSError), _locked(left.parent):
+            shutil.rmtree(left.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_TEMPORARY) as name, ExitStack() as stack:
+        with suppress(OSError):  # without locks, no process removes anything
+            stack.enter_context(_locked(Path(name)))
+        files = Path(name) / "files"  # after the lock: others take no folder without it for one that was left
+        files.mkdir()
+        yield files
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Locks a folder until the block or the process ends. Raises OSError, such as when another process has the lock."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 async def _replace(folder: Path, names: Sequence[str], engine: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -332,6 +334,17 @@ def test_memory_that_is_short_while_an_adapter_is_loaded_is_no_fault_of_the_adap
         sampler.load("a", tmp_path)
     sampler.load("a", tmp_path)
     assert len(sampler.sample("a", ask(1, 2)).sequences[0].tokens) == 6
+
+
+def test_an_adapter_that_was_evicted_frees_its_memory_though_no_other_request_comes(sampler, tmp_path):
+    """The next adapter may need it, and no request runs before that is loaded."""
+    model = sampler._base.model
+    peft_files.write(lora.new_adapter(model, LoraSpec(rank=4)), tmp_path, "tiny", model)
+    sampler.load("a", tmp_path)
+    adapter = weakref.ref(sampler._weights.find("a"))
+    sampler.sample("a", ask(1, 2))
+    sampler.evict("a")
+    await_true(lambda: gc.collect() is not None and adapter() is None, "its memory is free")
 
 
 def test_a_caller_that_waits_for_an_idle_engine_learns_when_it_stops(sampler):

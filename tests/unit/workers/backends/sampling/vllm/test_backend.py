@@ -4,6 +4,9 @@ that models are sampled correctly."""
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +19,10 @@ from transformers import AutoModelForCausalLM
 from app.errors import ServerOpError, Unavailable, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
+from workers.backends.sampling.vllm import backend
 from workers.backends.sampling.vllm.backend import VllmFullFinetuneModel, VllmSampler
 from workers.backends.sampling.vllm.engine import EngineThread
+from workers.models import full_weights
 
 
 class Engine:
@@ -136,3 +141,46 @@ def test_an_error_of_a_schema_names_no_source_file():
     assert ".cc" in str(native.value)
     text = str(VllmSampler(BaseModelSettings(name="m", path="/m"))._op_error(native.value, "sampling", by_user=False))
     assert ("minItems" in text, ".cc" in text) == (True, False)
+
+
+KILLED = """
+from pathlib import Path
+from app.settings import BaseModelSettings
+from workers.backends.sampling.vllm.backend import VllmSampler
+from workers.models import full_weights
+
+def write(settings, folder: Path) -> None:
+    (folder / "model.safetensors").write_text("of a killed process")
+    print("written", flush=True)
+    input()
+
+full_weights.write_dequantized = write
+VllmSampler(BaseModelSettings(name="tiny", path="nowhere", dtype="nf4"))._start({}, None)
+"""
+
+
+def test_the_plain_weights_of_a_sampler_that_was_killed_are_removed_and_those_of_a_live_one_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take the disk of a whole model, and a sampler that is killed at its start may be at every one."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    found: list[list[str]] = []
+
+    def write(_: BaseModelSettings, folder: Path) -> None:
+        (folder / "model.safetensors").write_text("of this process")
+        found.append(sorted(file.read_text() for file in tmp_path.rglob("*.safetensors")))
+
+    def start(arguments: dict[str, Any]) -> None:
+        assert (Path(arguments["model"]) / "model.safetensors").read_text() == "of this process"
+
+    monkeypatch.setattr(full_weights, "write_dequantized", write)
+    monkeypatch.setattr(backend, "EngineThread", start)
+    sampler = VllmSampler(BaseModelSettings(name="tiny", path="nowhere", dtype="nf4"))
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"written\n"
+        sampler._start({}, None)
+        process.kill()
+    sampler._start({}, None)
+    assert found == [["of a killed process", "of this process"], ["of this process"]]
+    assert list(tmp_path.iterdir()) == []
