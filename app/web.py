@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-from flask import Blueprint, Flask
+from flask import Blueprint, Flask, redirect
 from flask_smorest import Api
 
 from app.api import (
@@ -44,6 +44,7 @@ PUBLIC = frozenset(
         "docs",
         # Its pages have a login.
         "console",
+        "root",
     }
 )
 
@@ -91,6 +92,7 @@ def build(settings: Settings) -> Flask:
     _add_routes(app)
     login.configure(app, settings)
     app.register_blueprint(pages.blueprint)
+    app.add_url_rule("/", "root", lambda: redirect(str(pages.blueprint.url_prefix)))  # for browsers
     return app
 
 

@@ -15,6 +15,7 @@ HUB = {
     "/api/models/<path:repo_id>/tree/<revision>/<path:folder>",
 }
 PUBLIC = {
+    "/",
     "/api/v1/healthz",
     "/readyz",
     "/metrics",

@@ -55,7 +55,7 @@ class Unreadable(io.RawIOBase):
         return at
 
 
-@pytest.mark.parametrize("path", ["/console", "/console/"])
+@pytest.mark.parametrize("path", ["/", "/console", "/console/"])
 def test_the_console_begins_at_its_own_address(api: Api, app: Flask, path: str) -> None:
     answer = app.test_client().get(path, follow_redirects=True)
     assert (answer.status_code, answer.request.path) == (200, "/console/login")
