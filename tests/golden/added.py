@@ -73,6 +73,8 @@ CHANGED: dict[str, dict[str, Any]] = {
         "schemas Adam": "50b2ca46332a2cc39d9501eb56f510127d141c95a13a4be0dafca3f7e111a3d8",
         # A message can have the fields reasoning, parsed, and function_call with null.
         "schemas Message": "74f98650beaf5085596b8a31ecaa5b1a90c272411cfbd957008d83eb95a86a18",
+        # Its project.
+        "schemas TrainingRun": "6e56c93d1a9c231e831323c096440f070d36d07d481cc3e502d0967db726308d",
         # Both can ask for token ids.
         "schemas Completion": "e8be5d4239aa4dd60915626069e0ecea8fb199969307360003e6c4b0e54f7387",
         # parallel_tool_calls can be false, response_format a JSON schema; chat_template_kwargs, reasoning_effort,
@@ -252,6 +254,7 @@ ADDED: dict[str, set[str]] = {
     "record fields": {
         "tinsmith:checkpoints:": {"expiry_by": '""'},
         "tinsmith:keys:": {"only_project": "false"},
+        "tinsmith:models:": {"user": '""'},
         "tinsmith:sessions:": {"detail": '""'},
         "tinsmith:page:usage/": {"run training session:train:0 base": "5"},
     },
