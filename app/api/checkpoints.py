@@ -80,6 +80,7 @@ class Checkpoint(SdkSchema):
 class TrainingRun(SdkSchema):
     training_run_id = fields.String()
     base_model = fields.String()
+    project_id = fields.String()
     model_owner = fields.String()
     is_lora = fields.Boolean()
     lora_rank = fields.Integer(allow_none=True)

@@ -75,7 +75,7 @@ def _show_run_events(run: str) -> str:
     """The audit log of a run and its checkpoints over the last days. Raises NotFound, and Forbidden for all but admins
     of its project."""
     caller, days = current_caller(), LONGEST.days
-    owner = services().runs.describe_state(run, caller)["model_owner"]
+    owner = services().runs.describe_state(run, caller)["project_id"]
     check_role(caller, owner, "admin")
     found = services().audit.of([owner], "all", _now().date() - timedelta(days - 1), days)
     entries = [entry for entry in found if _is_about(entry, run)]

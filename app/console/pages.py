@@ -114,7 +114,7 @@ def show_run(run: str) -> str:
     if _is_part():
         return render_template("curves.html", **shown)
     checkpoints = services().runs.list_checkpoints(run, current_caller())
-    is_admin = current_caller().may("admin", described["model_owner"])
+    is_admin = current_caller().may("admin", described["project_id"])
     return render_template("run.html", checkpoints=checkpoints, is_admin=is_admin, **shown)
 
 

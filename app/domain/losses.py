@@ -24,7 +24,7 @@ FUNCTION, METHOD = "call_function", "call_method"
 @dataclass(frozen=True, slots=True)
 class LossSpec:
     """The specification of a loss. `inputs` are required per-token inputs, `optional` are optional ones; `config` holds
-    the settings with their defaults.
+    the settings with their defaults. A datum without one of `ones` has ones, in the shape of its targets.
 
     `wide` losses also take [N, K] targets. A `critic` loss uses values instead of logprobs: it has no targets, and a
     forward may leave out any of its inputs, which then count as 0.
@@ -35,6 +35,7 @@ class LossSpec:
     config: Mapping[str, float] = field(default_factory=dict)
     wide: bool = False
     critic: bool = False
+    ones: tuple[str, ...] = ()
 
 
 CUSTOM = "custom"
@@ -63,7 +64,7 @@ _SEQUENCE_CLIP = {CLIP_LOW: 0.9997, CLIP_HIGH: 1.0004, **_ENTROPY}
 
 
 LOSSES: Mapping[str, LossSpec] = {
-    "cross_entropy": LossSpec(("target_tokens",), ("weights",), config=_ENTROPY, wide=True),
+    "cross_entropy": LossSpec(("target_tokens",), ("weights",), config=_ENTROPY, wide=True, ones=("weights",)),
     "importance_sampling": LossSpec(_POLICY, config=_ENTROPY),
     "ppo": LossSpec(_POLICY, _PER_TOKEN, config=_CLIP),
     "cispo": LossSpec(_POLICY, _PER_TOKEN, config=_CLIP),

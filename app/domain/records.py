@@ -84,6 +84,8 @@ class Model:
     """The path of the checkpoint that this run is a copy of. Such a run holds nothing else."""
     key: str = ""
     """The id of the API key that created the model; empty if it is unknown."""
+    user: str = ""
+    """The user who created the model; empty if it is unknown."""
 
     @property
     def kind(self) -> str:

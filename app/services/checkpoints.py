@@ -189,7 +189,7 @@ class CopyService:
             self._add_session(session_id, project, path, caller)
         with self.quotas.releasing(target):
             self.quotas.reserve(caller, project, target, source.size_bytes)
-            self._register(session_id, model_id, project, str(path), source, self._metadata(source, caller))
+            self._register(session_id, model_id, project, str(path), source, caller)
             self._check_not_overwritten(model_id, source)
             what = {"model_id": model_id, "tinker_path": str(target), "source_path": str(path)}
             audit.note(self.records, caller, project, "checkpoint_copy", what)
@@ -226,7 +226,7 @@ class CopyService:
         return model.user_metadata if model else {}
 
     def _register(
-        self, session_id: str, model_id: str, project: str, path: str, source: Checkpoint, metadata: dict[str, Any]
+        self, session_id: str, model_id: str, project: str, path: str, source: Checkpoint, caller: Caller
     ) -> None:
         model = Model(
             project,
@@ -235,10 +235,11 @@ class CopyService:
             self.records.now(),
             "ready",
             source.lora,
-            metadata,
+            self._metadata(source, caller),
             full=source.full,
             critic=source.critic,
             copied_from=path,
+            user=caller.user,
         )
         head = {"applied": str(_SEQ), "epoch": str(_EPOCH), "ended": "copied", _COPIED_PREFIX: source.prefix}
         if not self.oplog.create_model(model_id, {**dump(model), **head}):

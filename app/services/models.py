@@ -38,7 +38,7 @@ from app.services.validation import (
     check_sampled,
     exports_merged,
 )
-from app.services.views import CHECKPOINT_TYPES, Page, Scope, checkpoint_view, projects, texts, timestamp
+from app.services.views import CHECKPOINT_TYPES, Page, Scope, checkpoint_view, owner_of, projects, texts, timestamp
 from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Record
 
@@ -155,6 +155,7 @@ class ModelService:
             full=full,
             critic=op.spec.critic,
             key=caller.key_id,
+            user=caller.user,
         )
         exports_merged(None, model)
         made = {"model_id": model_id, "base_model": name, **({"source_path": op.source} if op.source else {})}
@@ -236,7 +237,8 @@ def _state(model_id: str, stored: Record) -> dict[str, Any]:
     return {
         "training_run_id": model_id,
         "base_model": model.base_model,
-        "model_owner": model.owner,
+        "project_id": model.owner,
+        "model_owner": owner_of(model.user, model.owner),
         "is_lora": not model.full,
         "lora_rank": model.lora.get("rank"),
         "corrupted": model.state == "failed",

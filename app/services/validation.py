@@ -30,6 +30,10 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 def check_lora(lora: LoraSpec, max_rank: int, info: BaseModelInfo) -> None:
     """Requires an allowed rank, at least one group to train, and no adapter that would leave MLPs or experts out."""
+    if lora.rank > max_rank:
+        raise BadRequest(
+            f"lora_config.rank {_short(lora.rank)} is out of range: the maximum LoRA rank is {max_rank} for {info.name}"
+        )
     in_range("lora_config.rank", lora.rank, 1, max_rank)
     if lora.train_mlp and "mlp" not in info.trainable_groups:
         raise BadRequest(f"LoRA does not cover the MLP layers or experts of {info.name} yet: set train_mlp to false")

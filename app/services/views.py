@@ -61,11 +61,11 @@ def size_text(count: float | None) -> str:
 
 def user_urn(user: str) -> str:
     """A user's name in the SDK's form."""
-    return f"tml:user:{user}"
+    return f"tml:organization_user:{user}"
 
 
 def owner_of(user: str, project: str) -> str:
-    """The owner of a session: the user who opened it, or the project if that user is unknown."""
+    """The owner of a session or run: the user who opened or created it, or the project if that user is unknown."""
     return user_urn(user) if user else project
 
 
@@ -104,7 +104,9 @@ def is_wanted(caller: Caller, owner: Mapping[str, Any], user: str, project: str)
     session, it counts as an own session of each member of the project."""
     if owner["type"] == "own":
         return user in ("", caller.user)
-    return owner["type"] == "accessible" or not {owner_of(user, project), project}.isdisjoint(owner["owner_urns"])
+    earlier = {f"tml:user:{user}"} if user else set()  # the URN in earlier versions
+    names = {owner_of(user, project), project} | earlier
+    return owner["type"] == "accessible" or not names.isdisjoint(owner["owner_urns"])
 
 
 def check_seen(caller: Caller, project: str) -> str:

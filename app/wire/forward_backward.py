@@ -108,6 +108,12 @@ class BatchHeader:
         spec = LOSSES.get(self.loss_fn)
         return (*spec.inputs, *spec.optional) if spec else ()
 
+    @property
+    def ones(self) -> tuple[str, ...]:
+        """The names of the inputs that are ones in a datum without them."""
+        spec = LOSSES.get(self.loss_fn)
+        return spec.ones if spec else ()
+
 
 def build_op(
     head: BatchHeader,
@@ -117,21 +123,32 @@ def build_op(
 ) -> ForwardBackward:
     """Builds the Op from datums; inputs that `head.taken` does not name are ignored.
 
-    Raises BadRequest for a malformed tensor, an input that only some datums have, and target_tokens that are not
-    integers.
+    Raises BadRequest for a malformed tensor, an input that only some datums have and that is not one of `head.ones`,
+    and target_tokens that are not integers.
     """
     names = [name for name in head.taken if any(name in datum for datum in inputs)]
     _check_dense_size(names, inputs)
-    made = {name: _column(name, inputs, head.custom) for name in names}
+    made: dict[str, Ragged] = {}
+    for name in names:
+        targets = made.get("target_tokens") if name in head.ones else None
+        made[name] = _column(name, inputs, head.custom, targets)
     batch = Batch(Ragged.of(tokens, np.int32), made, images)
     return ForwardBackward(batch, head.loss_fn, head.config, head.forward_only, head.custom)
 
 
-def _column(name: str, inputs: Sequence[Mapping[str, pb.Tensor]], custom: CustomLoss | None) -> Ragged:
+def _column(
+    name: str, inputs: Sequence[Mapping[str, pb.Tensor]], custom: CustomLoss | None, ones_like: Ragged | None
+) -> Ragged:
+    """The input `name` of all datums. A datum without it has ones in its shape of `ones_like`."""
     missing = next((i for i, datum in enumerate(inputs) if name not in datum), None)
-    if missing is not None:
+    if missing is not None and ones_like is None:
         raise BadRequest(f"datum {missing}: {name} is missing, while other datums have it")
-    arrays = [to_array(datum[name], f"datum {i}: {name}") for i, datum in enumerate(inputs)]
+    arrays = [
+        np.ones(ones_like.shapes[i], np.float32)
+        if ones_like is not None and name not in datum
+        else to_array(datum[name], f"datum {i}: {name}")
+        for i, datum in enumerate(inputs)
+    ]
     if name == "target_tokens":
         return _targets(arrays)
     return Ragged.of(arrays, np.float32) if custom is None else _custom_column(name, arrays, custom.columns[name])

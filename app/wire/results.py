@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from app.domain.ops import Ragged
+from app.domain.ops import CreateModel, LoadWeights, Op, Ragged, SaveWeights
 from app.domain.results import PROTOBUF, CriticOutput, Done, ForwardBackwardOutput, OptimStepOutput, Output, Result
 from app.domain.sampling import UNSCORED, Cells, SampledSequence, SampleOutput, TokenLogprobs
 from app.errors import OpError
@@ -25,6 +25,12 @@ from app.wire import tinker_pb2 as pb
 _RECORD = "ArrayRecord"
 _HOSTED_NAMES = {"grad_norm": "unclipped_grad_l2:mean"}
 """Names of metrics of an optim_step in the hosted service (tinker-cookbook issue 331), which dashboards read."""
+_SAVES = {
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+"""The names of the calls that save each kind of checkpoint."""
 
 
 def encode_forward_backward(output: ForwardBackwardOutput | CriticOutput) -> bytes:
@@ -147,15 +153,30 @@ def _read_top(found: pb.TopkLogprobs) -> TokenLogprobs:
     )
 
 
-def of_output(output: Output) -> Result:
-    """Converts typed outputs to the bytes a poll returns unchanged."""
+def of_output(op: Op, output: Output) -> Result:
+    """Converts the typed output of an Op to the bytes a poll returns unchanged."""
     match output:
         case ForwardBackwardOutput() | CriticOutput():
             return Result(encode_forward_backward(output), PROTOBUF)
         case OptimStepOutput():
-            return of_json({"metrics": _with_hosted_names(output.metrics)})
+            return of_call(op, {"metrics": _with_hosted_names(output.metrics)})
         case Done():
-            return of_json({})
+            return of_call(op, {})
+
+
+def of_call(op: Op, body: Mapping[str, Any]) -> Result:
+    """The result of an Op as JSON, with the name of its call as `type`. The Elixir SDK takes a poll without one for
+    unfinished; the official SDK refuses the name of another call."""
+    return of_json({"type": _call(op), **body})
+
+
+def _call(op: Op) -> str:
+    match op:
+        case SaveWeights():
+            return _SAVES[op.checkpoint_kind]
+        case CreateModel(source=str()):  # the SDK creates a model from a checkpoint with load_weights
+            return LoadWeights.kind
+    return op.kind
 
 
 def _with_hosted_names(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import tinker
 from tinker import types
+from tinker.types.search_owner import AccessibleSearchOwner
 
 ADAM = types.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8)
 
@@ -39,6 +40,13 @@ def policy(count: int = 3, seed: int = 1) -> list[types.Datum]:
 
 def logprobs(output: types.ForwardBackwardOutput) -> np.ndarray:
     return np.concatenate([row["logprobs"].to_numpy().ravel() for row in output.loss_fn_outputs])
+
+
+def project_of(rest: tinker.RestClient, session: str) -> str:
+    """The id of the session's project."""
+    asked = types.SessionSearchRequest(session_id=session, owner=AccessibleSearchOwner())
+    (found,) = rest.search_sessions(asked).result().sessions
+    return found.project_id
 
 
 def train(client: tinker.TrainingClient, steps: int, data: list[types.Datum] | None = None) -> list[float]:

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from tinker import types
 from tinker.cli.__main__ import main_cli
 
-from tests.contract.data import sentences, supervised, train
+from tests.contract.data import project_of, sentences, supervised, train
 from tests.contract.stack import API_KEY, BASE, Stack
 
 pytestmark = [
@@ -91,7 +91,7 @@ def test_a_session_used_what_its_client_sent_and_drew(admin: tinker.AdminClient,
     assert amounts(usage, session) == expected()
     assert usage.sessions[session].user_metadata == {"team": "a"}
     [first, *_] = [event for event in usage.data if event.session_id == session]
-    assert (first.base_model, first.project_id) == (BASE, project_of(rest, saved))
+    assert (first.base_model, first.project_id) == (BASE, project_of(rest, session_of(saved)))
     same = [
         awaited(admin.get_billing_usage_async(start, end)),
         rest.get_billing_usage(start, end).result(),
@@ -102,12 +102,8 @@ def test_a_session_used_what_its_client_sent_and_drew(admin: tinker.AdminClient,
         admin.get_billing_usage("2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z").result()
 
 
-def project_of(rest: tinker.RestClient, path: str) -> str | None:
-    return rest.get_training_run_by_tinker_path(path).result().model_owner
-
-
 def test_storage_is_what_the_checkpoints_take(admin: tinker.AdminClient, rest: tinker.RestClient, saved: str):
-    project = project_of(rest, saved)
+    project = project_of(rest, session_of(saved))
     checkpoints = rest.list_user_checkpoints(limit=1000).result().checkpoints
     stored = admin.get_current_checkpoint_storage_usage().result()
     assert sum(item.checkpoint_count for item in stored.data) == len(checkpoints) > 0

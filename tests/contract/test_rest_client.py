@@ -17,7 +17,7 @@ from tinker import types
 from tinker.types import SessionSearchRequest
 from tinker.types.search_owner import AccessibleSearchOwner
 
-from tests.contract.data import sentences, supervised, train
+from tests.contract.data import project_of, sentences, supervised, train
 from tests.contract.stack import API_KEY, BASE, Stack, download_model
 
 pytestmark = [
@@ -119,7 +119,7 @@ def test_a_copy_holds_the_same_weights_and_cannot_be_trained(
     train(training, 2)
     source = training.save_state("kept").result().path
     expected = training.forward(supervised(), "cross_entropy").result().metrics["loss:sum"]
-    project = rest.get_training_run(run_of(source)).result().model_owner
+    project = project_of(rest, run_of(source).partition(":train:")[0])
     copies = [
         rest.copy_weights(source, project).result(),
         awaited(rest.copy_weights_async(source, project)),
@@ -163,10 +163,11 @@ def test_a_session_stays_where_it_is_when_it_is_given_to_its_own_project_and_goe
     rest: tinker.RestClient, training: tinker.TrainingClient
 ):
     run = training.get_info().model_id
-    session, owner = run.partition(":train:")[0], rest.get_training_run(run).result().model_owner
-    rest.assign_session_project(session, owner).result()
-    awaited(rest.assign_session_project_async(session, owner))
-    assert rest.get_training_run(run).result().model_owner == owner
+    session = run.partition(":train:")[0]
+    project = project_of(rest, session)
+    rest.assign_session_project(session, project).result()
+    awaited(rest.assign_session_project_async(session, project))
+    assert project_of(rest, session) == project
     with pytest.raises(tinker.NotFoundError, match="no-such-project"):
         rest.assign_session_project(session, "no-such-project").result()
 

@@ -55,7 +55,7 @@ def test_colleagues_see_a_run_viewers_change_nothing_and_others_find_none(stack:
         assert len(train(training, 2)) == 2
         run = training.model_id
     looking, foreign = (tinker.RestClient(base_url=stack.url, api_key=key) for key in (viewer, stranger))
-    assert looking.get_training_run(run).result().model_owner == project
+    assert looking.get_training_run(run).result().model_owner.startswith("tml:organization_user:user-")
     with pytest.raises(tinker.NotFoundError):
         foreign.get_training_run(run).result()
     with pytest.raises(tinker.PermissionDeniedError, match="viewer"):
@@ -139,7 +139,7 @@ def test_who_one_is_comes_out_of_a_token(stack: Stack, admin: Admin):
         return
     me = rest.whoami().result()
     assert (me.org_urn, me.email) == (f"tml:organization:{organisation}", "viewer@example.org")
-    assert me.user_urn.startswith("tml:user:user-")
+    assert me.user_urn.startswith("tml:organization_user:user-")
 
 
 def test_a_user_logs_in_with_a_key_sees_who_he_is_and_logs_out(

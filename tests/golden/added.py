@@ -73,11 +73,13 @@ CHANGED: dict[str, dict[str, Any]] = {
         "schemas Adam": "50b2ca46332a2cc39d9501eb56f510127d141c95a13a4be0dafca3f7e111a3d8",
         # A message can have the fields reasoning, parsed, and function_call with null.
         "schemas Message": "74f98650beaf5085596b8a31ecaa5b1a90c272411cfbd957008d83eb95a86a18",
-        # Both can ask for token ids.
-        "schemas Completion": "e8be5d4239aa4dd60915626069e0ecea8fb199969307360003e6c4b0e54f7387",
+        # Its project.
+        "schemas TrainingRun": "6e56c93d1a9c231e831323c096440f070d36d07d481cc3e502d0967db726308d",
+        # Both can ask for token ids and top_k, and have neutral values of min_p and repetition_penalty.
+        "schemas Completion": "6b9b3477921de060f690209572b8889ecd547c34e551fe2fce13e99ea761d516",
         # parallel_tool_calls can be false, response_format a JSON schema; chat_template_kwargs, reasoning_effort,
         # separate_reasoning.
-        "schemas ChatCompletion": "1bd9e61d15b7d3cf7c881efdaf2465c3be9639724d4e276787a592d5ed4a812e",
+        "schemas ChatCompletion": "6b8281bf2201ffc3cb5959c17e408992174c9a728773d57abe715ae36da2da29",
         # Their answers in JSON are described, with an example.
         "post /api/v1/retrieve_future": "d2fd7fe87ee6012cda53fe44333725649f6c0e2ecf00daaf559e9647d7746c8d",
         "post /oai/api/v1/chat/completions": "abd5990d5f58a47caa0083cb968475addef6a51177cfaf8c732c90ff35081377",
@@ -252,6 +254,7 @@ ADDED: dict[str, set[str]] = {
     "record fields": {
         "tinsmith:checkpoints:": {"expiry_by": '""'},
         "tinsmith:keys:": {"only_project": "false"},
+        "tinsmith:models:": {"user": '""'},
         "tinsmith:sessions:": {"detail": '""'},
         "tinsmith:page:usage/": {"run training session:train:0 base": "5"},
     },

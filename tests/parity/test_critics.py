@@ -188,7 +188,7 @@ def test_a_value_that_overflows_fails_by_datum_and_leaves_the_state_bit_identica
     datums[2]["returns"][-1] = 1e30
     error = apply(trainer, model, op(datums))
     assert isinstance(error, UserOpError)
-    assert str(error).startswith("datum 2: its ppo_critic loss is inf")
+    assert str(error).startswith("datum 2: its ppo_critic loss is inf. Non-finite values"), "programs look for the word"
     assert state(trainer, model, tmp_path / "after") == before
 
 

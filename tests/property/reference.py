@@ -66,7 +66,7 @@ class Reference:
         if self._whole():
             self.missing = ""
         if self.exact and output is not None:
-            assert result == results.of_output(output), f"seq {seq} has other bits than the undisturbed run"
+            assert result == results.of_output(op, output), f"seq {seq} has other bits than the undisturbed run"
 
     def _failed(self, seq: int, op: Op, result: Result) -> None:
         found = json.loads(result.body)

@@ -127,15 +127,24 @@ def test_a_run_goes_on_to_the_bits_of_one_that_was_never_upgraded(
     reference = service.create_training_client_from_state_with_optimizer(run.kept).result().model_id
     for seq, call in enumerate(calls, 1):
         expected = made(upgraded.url, call.to(reference, seq))
-        if call.result is None or upgraded.made_here:
-            found = call.result or upgraded.results[call.request_id]
+        if call.result is None:
+            found = upgraded.results[call.request_id]
             assert renamed(found.body, run.model_id, reference) == expected.body, call.path
+        elif upgraded.made_here:
+            assert renamed(call.result.body, run.model_id, reference) in (expected.body, untyped(expected)), call.path
     saved = [call for call in calls if call.kind in _SAVES and call.result is None]
     assert saved
     for call in saved:
         path = upgraded.results[call.request_id].fields["path"]
         assert upgraded.files(path) == upgraded.files(path.replace(run.model_id, reference)), path
     assert further(upgraded, run.model_id, calls, calls[-1].seq) == further(upgraded, reference, calls, len(calls))
+
+
+def untyped(found: Result) -> bytes:
+    """A result as earlier commits wrote it: their JSON has no `type`."""
+    if not found.content_type.startswith("application/json"):
+        return found.body
+    return json.dumps({name: value for name, value in found.fields.items() if name != "type"}).encode()
 
 
 def renamed(body: bytes, old: str, new: str) -> bytes:
@@ -179,16 +188,15 @@ def test_everything_that_was_listed_is_still_there(upgraded: Upgraded):
                 any(before.items() <= now.items() for now in new["checkpoints"]) for before in old["checkpoints"]
             )
         else:
-            assert steady(old["training_runs"]).items() <= steady(new["training_runs"]).items()
+            runs = {run["training_run_id"]: run for run in new["training_runs"]}
+            for before in old["training_runs"]:
+                assert steady(before).items() <= runs[before["training_run_id"]].items()
 
 
-def steady(runs: list[dict[str, Any]]) -> dict[str, str]:
-    """Parts of runs that no further call changes, by id."""
+def steady(run: dict[str, Any]) -> dict[str, Any]:
+    """Parts of a run that no further call changes."""
     moving = {"last_request_time", "last_checkpoint", "last_sampler_checkpoint"}
-    return {
-        run["training_run_id"]: json.dumps({name: value for name, value in run.items() if name not in moving})
-        for run in runs
-    }
+    return {name: value for name, value in run.items() if name not in moving}
 
 
 def get(upgraded: Upgraded, path: str, key: str = API_KEY) -> Any:

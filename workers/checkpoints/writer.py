@@ -142,7 +142,7 @@ class Saver:
             expiry_by=manifest.expiry_by,
         )
         write = (checkpoint.namespace, str(path), dump(checkpoint))
-        return OpResult(results.of_json({"path": str(path)}), [write], usage={SAVED: 1})
+        return OpResult(results.of_call(op, {"path": str(path)}), [write], usage={SAVED: 1})
 
     def _ephemeral(self, captured: Captured) -> OpResult:
         """Writes a sampler adapter. It goes through shared memory and is uploaded after the commit; without room for
@@ -163,7 +163,7 @@ class Saver:
         writes = [(sampler.namespace, name, {**dump(sampler), "size_bytes": str(size)})]
         if op.inflight:
             writes.append((Model.namespace, lease.model_id, {"inflight": json.dumps(prefix)}))
-        result = results.of_json({"sampling_session_id": name})
+        result = results.of_call(op, {"sampling_session_id": name})
         if not shared:
             return OpResult(result, writes)
         shm_transfer = ShmTransfer(lease.model_id, seq)

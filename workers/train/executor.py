@@ -28,7 +28,7 @@ from app.domain.ops import (
     OptimStep,
     SaveWeights,
 )
-from app.domain.results import TRAINED, Done, Output
+from app.domain.results import TRAINED, Output
 from app.errors import NotFound, OpError, UserOpError
 from app.stores.disk import Disk
 from app.stores.objects.base import ObjectStore
@@ -66,7 +66,7 @@ class Executor:
         """
         if entry.kind in CONSUMED:
             self._consume(lease.model_id, entry)
-            return OpResult(results.of_output(Done()))
+            return OpResult(results.of_json({}))
         try:
             return self._run(lease, entry, accumulation)
         except OpError:
@@ -109,7 +109,7 @@ class Executor:
         output = self._apply(lease.model_id, op)
         if isinstance(op, CreateModel):
             ready = {"state": json.dumps("ready"), "lora": json.dumps(_fields(op.spec.lora))}
-            created = results.of_json({"model_id": lease.model_id})
+            created = results.of_call(op, {"model_id": lease.model_id})
             return OpResult(created, [(records.Model.namespace, lease.model_id, ready)])
         return _op_result(op, output)
 
@@ -197,10 +197,10 @@ def _fields(lora: LoraSpec | None) -> dict[str, Any]:
 def _op_result(op: Op, output: Output) -> OpResult:
     """The result of a live run; its usage is counted once it is committed."""
     if not isinstance(op, ForwardBackward):
-        return OpResult(results.of_output(output), point=progress.point_of(op, output))
+        return OpResult(results.of_output(op, output), point=progress.point_of(op, output))
     tokens = len(op.batch.tokens.values)
     telemetry.TOKENS.labels("trained").inc(tokens)
-    return OpResult(results.of_output(output), usage={TRAINED: tokens}, point=progress.point_of(op, output))
+    return OpResult(results.of_output(op, output), usage={TRAINED: tokens}, point=progress.point_of(op, output))
 
 
 def doom(entry: Entry, accumulation: GradAccumulation) -> str:

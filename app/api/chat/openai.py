@@ -56,8 +56,11 @@ class Request(Sampled):
     n = fields.Integer(strict=True, load_default=1, validate=validate.Range(1, MAX_CHOICES))
     stop = fields.Raw(load_default=None)
     stream_options = fields.Nested(StreamOptions, load_default=lambda: StreamOptions().load({}))
+    top_k = fields.Integer(strict=True, load_default=-1, validate=validate.Range(-1))
+    min_p = Unsupported(0)
     frequency_penalty = Unsupported(0)
     presence_penalty = Unsupported(0)
+    repetition_penalty = Unsupported(1)
     logit_bias = Unsupported({})
     user = Ignored()
     metadata = Ignored()
@@ -70,7 +73,7 @@ class Request(Sampled):
     @validates_schema
     def check_stop(self, data: Mapping[str, Any], **_: Any) -> None:
         stop = data["stop"]
-        if not (stop is None or isinstance(stop, str) or _all(stop, str)):
+        if not (stop is None or stop == [] or isinstance(stop, str) or _all(stop, str)):
             raise ValidationError("Must be a string or a list of strings.", "stop")
 
 
@@ -120,7 +123,7 @@ def completions(asked: dict[str, Any]) -> Response | dict[str, Any]:
     return _answered(services().openai.complete(current_caller(), asked, gone()), asked)
 
 
-class Message(Counted):
+class Message(Nullable):
     role = fields.String(required=True, validate=validate.OneOf(["system", "developer", "user", "assistant", "tool"]))
     content = fields.Raw(load_default=None, allow_none=True)
     name = fields.String(allow_none=True)
@@ -130,8 +133,8 @@ class Message(Counted):
     reasoning = fields.String(allow_none=True)
     refusal = Ignored(allow_none=True)
     annotations = Ignored(allow_none=True)
-    audio = Unsupported(None)
-    function_call = Unsupported(None)
+    audio = Unsupported()
+    function_call = Unsupported()
     # The client's `parse` adds it: the value of the JSON that `content` has.
     parsed = Ignored(allow_none=True)
 

@@ -97,7 +97,7 @@ class Importer:
         self.records.put_new(Session.namespace, session_id, dump(session))
         self.lifecycle.finish(session_id, "success")  # also where an earlier attempt broke off before it
         spec = asdict(lora) if lora else {}
-        model = Model(project, session_id, base_model, now, "ready", spec, full=lora is None, key=key)
+        model = Model(project, session_id, base_model, now, "ready", spec, full=lora is None, key=key, user=user)
         # The seq counts as committed, so files of an attempt that broke off are orphans, not a save that runs.
         head = {"applied": str(place.seq), "epoch": str(_EPOCH), "ended": "imported"}
         if not self.oplog.create_model(place.model_id, {**dump(model), **head}):

@@ -67,8 +67,8 @@ class Sampling:
 class Chat:
     """A conversation with a model. `messages` and `tools` have OpenAI's form. Without `parallel`, the first tool call
     of an answer is kept. `prefill` is the beginning of the answer. `variables`: further variables of the template.
-    `effort`: its `reasoning_effort`. Without `needs_effort`, a template that does not take this one gets the nearest or
-    none. `is_json`: the answer follows a JSON schema. Without `separate`, the thoughts stay in its text."""
+    `effort`: its `reasoning_effort`, if it reads one. Without `needs_effort`, a template that refuses this one gets the
+    nearest or none. `is_json`: the answer follows a JSON schema. Without `separate`, the thoughts stay in its text."""
 
     model: str
     messages: Sequence[Mapping[str, Any]]
@@ -101,7 +101,7 @@ class Target:
 
     def chat_prompt(self, chat: Chat) -> tuple[str, ModelInput]:
         """The prompt of a conversation: its text without the prefill, and its tokens and images. Raises BadRequest, for
-        instance for an effort that the template does not read, or Unavailable while the files of the model's image
+        instance for an effort that the template refuses, or Unavailable while the files of the model's image
         processor cannot be fetched."""
         files = image_files(chat.messages)
         check_reads_images(files, self.info)
@@ -167,14 +167,12 @@ class Target:
 
     def _chat_text(self, chat: Chat) -> str:
         template, effort = self.tokenizer.template(chat.tools), chat.effort
-        is_read = _EFFORT in template
-        if effort is None or chat.needs_effort:
-            if effort is not None and not is_read:
-                raise BadRequest(f"{_EFFORT}: the chat template of this model does not read it; leave it out")
+        if effort is None or _EFFORT not in template:
+            return self._rendered(chat, None)
+        if chat.needs_effort:
             return self._rendered(chat, effort)
-        if is_read:
-            with suppress(BadRequest):  # templates may refuse the efforts that they do not know
-                return self._rendered(chat, known_effort(template, effort))
+        with suppress(BadRequest):  # templates may refuse the efforts that they do not know
+            return self._rendered(chat, known_effort(template, effort))
         return self._rendered(chat, None)
 
     def _rendered(self, chat: Chat, effort: Effort | None) -> str:

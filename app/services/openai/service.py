@@ -265,6 +265,7 @@ def _sampling(asked: Mapping[str, Any], most: int | None, top: int, schema: str 
         temperature=asked["temperature"],
         top_p=asked["top_p"],
         stream=asked["stream"],
+        top_k=asked["top_k"] or -1,
         stop=(stop,) if isinstance(stop, str) else stop,
         seed=asked["seed"],
         n=asked["n"],

@@ -246,8 +246,8 @@ class Job:
                 self.custom.explain(datum, self.scores)
             loss = self.datums["loss:sum"][datum].item()
             raise UserOpError(
-                f"datum {datum}: its {self.op.loss_fn} loss is {loss}; the loss, its gradient or a ratio is not "
-                "finite. Check its logprobs, weights and advantages. The model is unchanged"
+                f"datum {datum}: its {self.op.loss_fn} loss is {loss}. Non-finite values of the loss, its gradient or "
+                "a ratio are refused: check the datum's logprobs, weights and advantages. The model is unchanged"
             )
 
     def output(self) -> ForwardBackwardOutput | CriticOutput:

@@ -78,7 +78,7 @@ def test_what_is_done_to_a_run_and_its_checkpoints_is_logged_in_order(admin: Api
         "checkpoint_delete",
         "run_delete",
     ]
-    who = {"user_id": f"tml:user:{caller.user}", "key_id": caller.key_id, "project_id": project_id}
+    who = {"user_id": f"tml:organization_user:{caller.user}", "key_id": caller.key_id, "project_id": project_id}
     assert all(who.items() <= entry.event_details.items() for entry in entries)
     by_event = {entry.event: entry for entry in entries}
     assert by_event["checkpoint_set_ttl"].event_details["ttl_seconds"] == 3600
@@ -211,11 +211,11 @@ def test_what_the_operator_changes_is_shown_to_the_admins_of_the_project(tenant:
     tenant.accounts.revoke(key.id)
     tenant.accounts.remove_user(user)
     entries = log(replace(api, key=tenant.key("admin"))).entries
-    logged = [entry for entry in entries if entry.event_details.get("subject") == f"tml:user:{user}"]
+    logged = [entry for entry in entries if entry.event_details.get("subject") == f"tml:organization_user:{user}"]
     assert [(entry.event, entry.event_details["user_id"]) for entry in logged] == [
         ("project_role_set", "operator"),
         ("key_create", "operator"),
-        ("key_revoke", f"tml:user:{user}"),
+        ("key_revoke", f"tml:organization_user:{user}"),
         ("key_revoke", "operator"),
         ("user_remove", "operator"),
     ]

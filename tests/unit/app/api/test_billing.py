@@ -73,7 +73,7 @@ def test_each_kind_of_usage_is_what_the_sdk_has_for_it(admin: Api) -> None:
         assert (event.session_id, event.project_id, event.user_id) == (
             session,
             caller.project,
-            f"tml:user:{caller.user}",
+            f"tml:organization_user:{caller.user}",
         )
         assert event.estimated_cost_usd is None
     assert answer.sessions[session].user_metadata == {"team": "a", "n": "3"}

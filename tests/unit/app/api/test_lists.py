@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import redis
@@ -20,6 +21,7 @@ from tests.unit.app.api.test_copies import copy, project, saved
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, Api
 from tests.unit.app.stores.redis.lists import calls
+from tests.unit.app.tenant import Tenant
 
 
 def aged(api: Api, namespace: str, ids: list[str]) -> list[str]:
@@ -49,6 +51,24 @@ def test_a_listed_run_is_what_it_is_when_asked_for_alone(api: Api) -> None:
     assert listed[0]["last_checkpoint"]["checkpoint_id"] == "weights/a"
 
 
+def test_a_runs_owner_is_the_user_who_made_it(tenant: Tenant) -> None:
+    """Programs compare `model_owner` with `user_urn` of `whoami`."""
+    one, other = (replace(tenant.api, key=tenant.key(role)) for role in ("member", "viewer"))
+    user = one.services.authenticator(one.key).user
+    made = one.model()
+    copied = copy(one, saved(one, made), destination_project_id=tenant.project).json["tinker_path"]
+    for run in (made, TinkerPath.parse(copied).model_id):
+        seen = other.get(f"training_runs/{run}?access_scope=accessible").json
+        assert (seen["model_owner"], seen["project_id"]) == (f"tml:organization_user:{user}", tenant.project)
+
+
+def test_a_run_of_an_unknown_user_is_its_projects(tenant: Tenant) -> None:
+    one = replace(tenant.api, key=tenant.key("member"))
+    run = one.model()
+    one.services.records.put("models", run, {"user": '""'})
+    assert one.get(f"training_runs/{run}").json["model_owner"] == tenant.project
+
+
 def test_a_checkpoint_names_its_base_model_wherever_it_is_listed(api: Api) -> None:
     model = api.model()
     save_checkpoint(api, model)
@@ -63,7 +83,7 @@ def test_a_checkpoint_names_its_base_model_wherever_it_is_listed(api: Api) -> No
 
 def test_runs_of_a_project_alone_and_none_of_one_that_is_not_seen(api: Api, stranger: Api) -> None:
     model = api.model()
-    project = api.get(f"training_runs/{model}").json["model_owner"]
+    project = api.get(f"training_runs/{model}").json["project_id"]
     assert len(api.get(f"training_runs?project_id={project}").json["training_runs"]) == 1
     foreign = stranger.get(f"training_runs?project_id={project}")
     missing = stranger.get("training_runs?project_id=no-such-project")

@@ -105,7 +105,7 @@ BAD_CREATES = {
     "rank below 0": ({"lora_config": {"rank": -1}}, 400, ["rank -1", "128"]),
     "full, which is not offered": ({"lora_config": None}, 400, ["full fine-tuning", BASE, "base_models.full"]),
     "rank 0, which is full": ({"lora_config": {"rank": 0}}, 400, ["full fine-tuning", BASE, "base_models.full"]),
-    "rank too large": ({"lora_config": {"rank": 129}}, 400, ["rank 129", "128"]),
+    "rank too large": ({"lora_config": {"rank": 129}}, 400, ["rank 129", "maximum LoRA rank is 128"]),
     "rank no number": ({"lora_config": {"rank": "x"}}, 422, ["lora_config.rank", "'x'"]),
     "rank a fraction": ({"lora_config": {"rank": 1.5}}, 422, ["lora_config.rank", "1.5"]),
     "unknown LoRA field": ({"lora_config": {"alpha": 8}}, 422, ["lora_config.alpha", "correct its name, or leave it"]),

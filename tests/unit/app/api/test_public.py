@@ -116,8 +116,9 @@ def test_of_a_runs_owner_and_metadata_nothing_is_published_with_a_checkpoint(api
     save_checkpoint(api, run, "external_weights", public=True, user_metadata={"step": "7"})
     seen = stranger.get(f"training_runs/{run}?access_scope=accessible")
     own = api.get(f"training_runs/{run}?access_scope=accessible").json
-    assert own["model_owner"] and own["user_metadata"] == {"wandb_link": "https://wandb.example/secret"}
-    assert not [text for text in (own["model_owner"], "wandb", "private") if text in seen.text]
+    assert own["model_owner"] and own["project_id"]
+    assert own["user_metadata"] == {"wandb_link": "https://wandb.example/secret"}
+    assert not [text for text in (own["model_owner"], own["project_id"], "wandb", "private") if text in seen.text]
     shown = TrainingRun.model_validate(seen.json)
     assert (shown.base_model, shown.is_lora, shown.lora_rank) == ("org/tiny", True, 4)
     assert (shown.user_metadata, shown.model_owner) == ({"step": "7"}, "")

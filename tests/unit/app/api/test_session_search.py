@@ -27,7 +27,7 @@ def found(api: Api, **asked: Any) -> set[str]:
 
 def urn(api: Api) -> str:
     """The caller's name in the SDK's form, as `whoami` and the usage have it."""
-    return f"tml:user:{api.services.authenticator(api.key).user}"
+    return f"tml:organization_user:{api.services.authenticator(api.key).user}"
 
 
 def of(*owners: str) -> dict[str, Any]:
@@ -148,6 +148,12 @@ def test_a_search_by_a_users_urn_finds_that_users_sessions_alone(colleagues: tup
     assert found(one, **of(urn(other)), project_ids=[]) == set()
 
 
+def test_a_search_by_a_users_earlier_urn_finds_the_same_sessions(colleagues: tuple[Api, Api]) -> None:
+    one, other = colleagues
+    theirs, _ = one.session(), other.session()
+    assert found(other, **of(urn(one).replace("organization_user", "user"))) == {theirs}
+
+
 def test_a_search_by_a_projects_id_finds_everybodys_sessions_in_it(colleagues: tuple[Api, Api], tenant: Tenant) -> None:
     one, other = colleagues
     made = {one.session(), other.session(), tenant.ids["session"], tenant.ids["sampler"].partition(":")[0]}
@@ -175,7 +181,7 @@ def test_a_session_of_no_known_user_is_its_projects_and_everybodys_own(
     one.services.records.put("sessions", shared, {"user": '""'})
     [summary] = search(other).sessions
     assert (summary.session_id, summary.owner) == (shared, tenant.project)
-    assert found(other, **of(urn(one), "tml:user:")) == set()
+    assert found(other, **of(urn(one), "tml:organization_user:", "tml:user:")) == set()
     assert shared in found(other, **of(tenant.project))
 
 

@@ -89,7 +89,7 @@ def test_the_operator_makes_a_project_with_a_member_and_a_key_that_works(
     assert (caller.user, caller.roles) == (user, {project: "member"}) and caller.scopes == frozenset({"train"})
     (made,) = [found for found in accounts.all(Key) if found.id == caller.key_id]
     assert made.name == "laptop" and made.expires_at == pytest.approx(made.created + 9 * 86_400)
-    by = f"tml:user:{api.services.authenticator(OPERATOR_KEY).user}"
+    by = f"tml:organization_user:{api.services.authenticator(OPERATOR_KEY).user}"
     events = log(api, project)
     assert events == [("project_create", by), ("project_role_set", by), ("key_create", by)]
 
@@ -149,7 +149,7 @@ def test_a_key_is_revoked_only_after_a_second_press(
     admin.post(f"projects/{tenant.project}/keys/revoke", key=id_, sure="yes")
     assert api.client.get("/api/v1/training_runs", headers={"X-API-Key": key}).status_code == 401
     assert id_ not in admin.get(f"projects/{tenant.project}").text
-    assert log(api, tenant.project)[-1] == ("key_revoke", f"tml:user:{user_of(admin_key, accounts)}")
+    assert log(api, tenant.project)[-1] == ("key_revoke", f"tml:organization_user:{user_of(admin_key, accounts)}")
 
 
 def test_an_admin_revokes_no_key_that_works_in_other_projects_of_another_user(
@@ -226,7 +226,8 @@ def test_an_admin_sets_how_long_checkpoints_are_kept_and_no_other_limit(
     admin, form = opened(browser, admin_key, tenant), f"projects/{tenant.project}/limits"
     assert admin.post(form, checkpoint_ttl_s="7200").status_code == 302
     assert limits_of(tenant) == {"checkpoint_ttl_s": 7200}
-    assert log(api, tenant.project)[-1] == ("project_limits_set", f"tml:user:{user_of(admin_key, accounts)}")
+    by = f"tml:organization_user:{user_of(admin_key, accounts)}"
+    assert log(api, tenant.project)[-1] == ("project_limits_set", by)
     for name in ("storage_bytes", "weight", "requests_per_s"):
         assert admin.post(form, **{name: "none" if name != "weight" else "9"}).status_code == 403
     assert limits_of(tenant) == {"checkpoint_ttl_s": 7200}

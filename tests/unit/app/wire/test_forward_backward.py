@@ -80,6 +80,32 @@ def test_sparse_targets_and_weights_of_different_sparsity_pair_up_again() -> Non
     assert np.array_equal(next(iter(inputs["weights"])), weights.numpy())
 
 
+def test_a_datum_without_weights_has_ones_of_its_targets_shape() -> None:
+    """SkyRL's tests send such a batch, and the SDK cuts large ones anywhere."""
+    sparse = torch.zeros(20, 40, dtype=torch.int64)
+    data = [
+        datum([1, 2], target_tokens=[2, 3], weights=[0.0, 0.5]),
+        datum([9, 1, 2], target_tokens=[8, 2, 3]),
+        datum(list(range(20)), target_tokens=sparse),
+    ]
+    weights = decode(sdk_body(data)).batch.inputs["weights"]
+    assert weights.values.dtype == np.float32
+    assert [a.tolist() for a in weights] == [[0.0, 0.5], [1.0] * 3, [[1.0] * 40] * 20]
+
+
+def test_any_other_input_that_only_some_datums_have_is_refused() -> None:
+    data = [datum([1, 2], target_tokens=[2, 3], weights=[0.0, 0.5]), datum([9], weights=[1.0])]
+    with pytest.raises(BadRequest, match="datum 1: target_tokens is missing"):
+        decode(sdk_body(data))
+    untargeted = [datum([1], weights=[1.0]), datum([2])]
+    with pytest.raises(BadRequest, match="datum 1: weights is missing"):
+        decode(sdk_body(untargeted))
+    value = types.TensorData(data=[0.0], dtype="float32", shape=[1])
+    critic = [datum([1], values=value, returns=value, weights=[1.0]), datum([1], values=value, returns=value)]
+    with pytest.raises(BadRequest, match="datum 1: weights is missing"):
+        decode(sdk_body(critic, "ppo_critic"))
+
+
 def test_bfloat16_is_widened_exactly() -> None:
     values = torch.tensor([1.0, -2.5, 3.140625], dtype=torch.bfloat16)
     tensor = pb.Tensor(dense=values.view(torch.int16).numpy().tobytes(), dtype=pb.DTYPE_BFLOAT16, shape=[3])

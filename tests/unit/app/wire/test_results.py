@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import numpy as np
+import pytest
 import tinker
+from pydantic import BaseModel
+from tinker import types
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
-from app.domain.ops import Ragged
-from app.domain.results import CriticOutput, ForwardBackwardOutput, OptimStepOutput
+from app.domain.ops import AdamParams, CreateModel, LoadWeights, ModelSpec, Op, OptimStep, Ragged, SaveWeights
+from app.domain.results import CriticOutput, Done, ForwardBackwardOutput, OptimStepOutput, Output
 from app.domain.sampling import UNSCORED, Cells, SampledSequence, SampleOutput, TokenLogprobs
 from app.wire import tinker_pb2 as pb
-from app.wire.results import encode_forward_backward, encode_sample, of_output
+from app.wire.results import encode_forward_backward, encode_sample, of_call, of_output
 
 
 def test_the_documented_forward_backward_bytes_are_ours() -> None:
@@ -46,9 +52,47 @@ def test_a_cross_entropy_comes_back_beside_the_logprobs_of_its_datum() -> None:
 
 
 def test_the_norm_of_a_gradient_has_the_hosted_services_name_too() -> None:
-    result = of_output(OptimStepOutput({"grad_norm": 2.5, "learning_rate": 0.1}))
+    result = of_output(OptimStep(AdamParams()), OptimStepOutput({"grad_norm": 2.5, "learning_rate": 0.1}))
     response = tinker.OptimStepResponse.model_validate_json(result.body)
     assert response.metrics == {"grad_norm": 2.5, "learning_rate": 0.1, "unclipped_grad_l2:mean": 2.5}
+
+
+SPEC = ModelSpec("base", None)
+PATH = "tinker://session:train:0/weights/a"
+CALLS: dict[str, tuple[Op, dict[str, str], type[BaseModel]]] = {
+    "create_model": (CreateModel(SPEC), {"model_id": "m"}, types.CreateModelResponse),
+    "load_weights": (CreateModel(SPEC, PATH), {"model_id": "m"}, types.LoadWeightsResponse),
+    "save_weights": (SaveWeights("weights", "a"), {"path": PATH}, types.SaveWeightsResponse),
+    "save_weights_for_sampler": (
+        SaveWeights("sampler_weights", "a"),
+        {"path": PATH},
+        types.SaveWeightsForSamplerResponseInternal,
+    ),
+    "save_weights_external": (
+        SaveWeights("external_weights", "a"),
+        {"path": PATH},
+        types.SaveWeightsExternalResponseInternal,
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_result_has_the_type_of_the_sdks_response(call: str) -> None:
+    op, body, response = CALLS[call]
+    found = response.model_validate_json(of_call(op, body).body)
+    assert found.model_dump(exclude_none=True) == {"type": call, **body}
+
+
+@pytest.mark.parametrize(
+    ("op", "output", "expected"),
+    [
+        (OptimStep(AdamParams()), OptimStepOutput(), {"type": "optim_step", "metrics": {}}),
+        (LoadWeights(PATH, optimizer=True), Done(), {"type": "load_weights"}),
+    ],
+)
+def test_an_output_has_the_type_of_its_call(op: Op, output: Output, expected: dict[str, Any]) -> None:
+    """North-Shore-AI/tinkex waits for a `type`."""
+    assert json.loads(of_output(op, output).body) == expected
 
 
 def test_a_critics_values_come_back_as_values() -> None:

@@ -29,6 +29,15 @@ def test_a_chat_goes_through_the_models_template(openai: OpenAi):
     assert (choice["finish_reason"], answer["object"]) == ("stop", "chat.completion")
 
 
+def test_an_effort_that_the_template_does_not_read_changes_nothing(openai: OpenAi):
+    """The hosted service ignores it, and the cookbook's paint_rl always sends one."""
+    openai.standin.says("hello")
+    for effort in (None, "low", 0.5):
+        openai.chat(reasoning_effort=effort)
+    without, *others = (request.prompt.tolist() for request in openai.standin.seen)
+    assert others == [without] * 2
+
+
 def test_a_chats_tokens_are_scored_with_their_bytes(openai: OpenAi):
     def answer(_: str, request: SampleRequest) -> SampleOutput:
         top = TokenLogprobs(np.array([[64, 65], [66, 67]], np.int32), np.full((2, 2), -0.5, np.float32))

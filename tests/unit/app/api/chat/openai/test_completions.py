@@ -29,6 +29,23 @@ def test_a_completion_is_a_sampling_request_of_its_own(openai: OpenAi):
     assert (*found, request.stop_strings, request.stream) == expected
 
 
+@pytest.mark.parametrize(("given", "sampled"), [(7, 7), (-1, -1), (0, -1), (None, -1)])
+def test_top_k_is_off_with_0_and_minus_1(openai: OpenAi, given: int | None, sampled: int):
+    openai.standin.says("cd")
+    openai.completion(top_k=given)
+    openai.chat(top_k=given)
+    assert [request.top_k for request in openai.standin.seen] == [sampled] * 2
+
+
+def test_values_that_change_nothing_are_accepted(openai: OpenAi):
+    """Programs for vLLM's server send all of them."""
+    openai.standin.says("cd")
+    neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop": [], "presence_penalty": 0.0}
+    openai.completion(**neutral)
+    openai.chat(**neutral)
+    assert [request.stop_strings for request in openai.standin.seen] == [(), ()]
+
+
 def test_a_stop_string_is_no_part_of_the_text(openai: OpenAi):
     openai.standin.answer = lambda *_: SampleOutput((openai.standin.sequence("one\ntwo", stopped=True),))
     choice = openai.completion(stop="\n", logprobs=0)["choices"][0]

@@ -22,6 +22,11 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "bias": ("completions", {"logit_bias": {"1": 5}}, "logit_bias"),
     "penalty": ("completions", {"presence_penalty": 0.5}, "presence_penalty"),
     "unknown": ("completions", {"top_kk": 5}, "top_kk"),
+    "min_p": ("completions", {"min_p": 0.1}, "min_p"),
+    "repetition": ("chat/completions", {"repetition_penalty": 1.1}, "repetition_penalty"),
+    "top_k": ("completions", {"top_k": -2}, "top_k"),
+    "a fraction of top_k": ("chat/completions", {"top_k": 0.5}, "top_k"),
+    "a high top_k": ("completions", {"top_k": 2**40}, "top_k"),
     "hot": ("completions", {"temperature": 2.5}, "temperature"),
     "no tokens": ("completions", {"max_tokens": 0}, "max_tokens"),
     "too many logprobs": ("completions", {"logprobs": 21}, "logprobs"),
@@ -56,7 +61,6 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a large number": ("chat/completions", {"chat_template_kwargs": {"a": 10**9}}, "a must be true, false"),
     "a long text": ("chat/completions", {"chat_template_kwargs": {"a": "x" * 1001}}, "at most 1000 characters"),
     "many variables": ("chat/completions", {"chat_template_kwargs": {f"a{i}": 1 for i in range(21)}}, "at most 20"),
-    "an effort nobody reads": ("chat/completions", {"reasoning_effort": "low"}, "reasoning_effort: the chat template"),
     **{
         f"the effort {effort!r}": (
             "chat/completions",

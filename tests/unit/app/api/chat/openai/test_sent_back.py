@@ -54,6 +54,18 @@ def test_a_field_of_the_clients_messages_may_be_null(openai: OpenAi, role: str):
     openai.chat(messages=[ASK, {**nulls, "role": role, "content": "x"}])
 
 
+def test_an_unknown_field_of_a_message_may_be_null(openai: OpenAi):
+    """LiteLLM and OpenRouter add such fields, which their clients dump."""
+    openai.standin.says("hello")
+    plain = {"role": "assistant", "content": "x"}
+    openai.chat(messages=[ASK, plain, ASK])
+    openai.chat(messages=[ASK, {**plain, "provider_specific_fields": None, "reasoning_details": None}, ASK])
+    first, second = openai.standin.seen
+    assert second.prompt.tolist() == first.prompt.tolist()
+    refused = openai.post("chat/completions", messages=[ASK, {**plain, "reasoning_details": []}])
+    assert (refused.status_code, "messages.1.reasoning_details" in refused.text) == (400, True), refused.text
+
+
 def test_a_call_of_a_function_in_its_old_form_is_refused(openai: OpenAi):
     message = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
     refused = openai.post("chat/completions", messages=[ASK, message])
