@@ -74,8 +74,9 @@ class RedisOpLog(RedisFutures):
         failed (unless an admitted Op waits for this one), BadRequest when the seq holds other content, was refused or
         was given up, or leaves too many earlier ones missing, TooLarge for an Op that can never fit,
         UnreplicatedAdmission, and Unavailable while there is no room. Unavailable consumes nothing, and is never raised
-        for a repeat or for the Op that others wait for. The same holds for TooManyRequests, when `charge` exceeds a
-        rate. LimitReached, when `charge` exceeds a total, is never raised for a repeat.
+        for a repeat, nor for the Op that others wait for until the model has had 16 MiB of these without room.
+        TooManyRequests, when `charge` exceeds a rate, consumes nothing, and is never raised for a repeat or for the
+        first part of a batch. LimitReached, when `charge` exceeds a total, is never raised for a repeat.
         """
         request_id = ids.request_id(model_id, seq)
         self._check_size(payload)

@@ -2,7 +2,9 @@
 
     models:<model>      HASH  the Model record, and the head of its journal: applied, epoch, worker, snapshot,
                               snapshot_seq, epoch_floor after a rebuild, last_request and unloaded (ms); steps
-                              and trained_tokens, of the committed calls; ended
+                              and trained_tokens, of the committed calls; exempted, the last seq in the journal at
+                              its last call that was exempt from rates; let_in, the bytes of calls that were admitted
+                              since there was room; ended
                               ("deleted") once the model has ended; behind sentinels also history, the number of the
                               history in which the epoch was given out, and epoch_floor, the first epoch there
     progress:<model>    STREAM  its newest points (app/domain/progress.py): seq, kind, and the rest as JSON; their ids

@@ -185,9 +185,30 @@ MUTANTS = (
     Mutant(
         "limits of projects: what others wait for",
         f"{_LUA}/journal.lua",
-        "check(cjson.decode(charge), is_awaited_by_parts(applied))",
+        "check(cjson.decode(charge), exempt)",
         "check(cjson.decode(charge))",
         f"{_STORES}/test_rates.py::test_what_others_wait_for_passes_and_is_charged",
+    ),
+    Mutant(
+        "limits of projects: calls that were sent ahead together",
+        f"{_LUA}/journal.lua",
+        " or seq < tonumber(exempted or 0)",
+        "",
+        f"{_STORES}/test_rates.py::test_calls_sent_ahead_together_let_a_single_call_pass_over_the_rate",
+    ),
+    Mutant(
+        "limits of projects: the first part of each batch",
+        f"{_LUA}/journal.lua",
+        "seq < tonumber(exempted or 0)",
+        "exempted",
+        f"{_STORES}/test_rates.py::test_the_first_part_of_each_batch_passes",
+    ),
+    Mutant(
+        "no room: one call far ahead lets in few bytes",
+        f"{_LUA}/journal.lua",
+        " and tonumber(let_in or 0) < LET_IN",
+        "",
+        f"{_STORES}/test_shortage.py::test_one_call_far_ahead_lets_few_bytes_in_while_a_disk_is_nearly_full",
     ),
     Mutant(
         "limits of projects: reserved bytes",
