@@ -191,6 +191,7 @@ class CopyService:
             self.quotas.reserve(caller, project, target, source.size_bytes)
             self._register(session_id, model_id, project, str(path), source, self._metadata(source, caller))
             self._check_not_overwritten(model_id, source)
+            self.lifecycle.use_files(str(_place(target)))
             what = {"model_id": model_id, "tinker_path": str(target), "source_path": str(path)}
             audit.note(self.records, caller, project, "checkpoint_copy", what)
             manifest = self._write(target, project, source, asked["ttl_seconds"])
@@ -217,8 +218,8 @@ class CopyService:
 
     def _add_session(self, session_id: str, project: str, path: ids.TinkerPath, caller: Caller) -> None:
         session = Session(project, self.records.now(), display_name=f"copy of {path}", user=caller.user)
-        if self.records.put_new(Session.namespace, session_id, dump(session)):
-            self.lifecycle.finish(session_id, "success")
+        self.records.put_new(Session.namespace, session_id, dump(session))
+        self.lifecycle.finish(session_id, "success")  # also where an earlier attempt broke off before it
 
     def _metadata(self, source: Checkpoint, caller: Caller) -> dict[str, Any]:
         """The metadata of the source's run, if the caller sees the run: it is not published with a checkpoint."""

@@ -96,7 +96,8 @@
     models_of:<project>  ZSET  its run, ended or not -> unix seconds of its creation, corrected as `sessions_of` is
     model_owners        HASH  run -> the project whose list it is on
     sessions_live:<payer>  SET  its sessions that have not ended; those that expired are removed as `runs` are
-    orphans             ZSET  object-store prefix -> ms since when no known reference to it exists
+    orphans             ZSET  object-store prefix -> ms since when no known reference to it exists, 0 while its files
+                              are being removed
     <namespace>:<id>    HASH  sessions, samplers, handovers, checkpoints, uploads, losses, workers, refusals,
                               demands, last_workers (app/domain/records.py);
                               a session's record also has loss_bytes, the bytes of its custom losses;

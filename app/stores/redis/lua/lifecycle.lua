@@ -268,6 +268,18 @@ return found
 for i = 2, #ARGV do redis.call('ZADD', 'tinsmith:orphans', 'NX', ARGV[1], ARGV[i]) end
 return 0
 
+-- script: claim_orphan flags=allow-oom
+-- Claim an orphan, whose files are about to be removed. ARGV: mark. Returns 1, or 0 when it is marked no more.
+if not redis.call('ZSCORE', 'tinsmith:orphans', ARGV[1]) then return 0 end
+redis.call('ZADD', 'tinsmith:orphans', 0, ARGV[1])
+return 1
+
+-- script: use_files flags=allow-oom
+-- Unmark an orphan, whose files are about to be used. ARGV: mark. Returns 1, or 0 while it is claimed for its removal.
+if redis.call('ZSCORE', 'tinsmith:orphans', ARGV[1]) == '0' then return 0 end
+redis.call('ZREM', 'tinsmith:orphans', ARGV[1])
+return 1
+
 -- script: give_up_adapters flags=allow-oom
 -- needs: affinity, now_ms
 -- Give up the adapters of sampling sessions that nothing uses: without unfinished requests, made and last used long ago,
