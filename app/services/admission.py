@@ -19,7 +19,7 @@ from app.dispatch import CATCH_UP, Dispatcher, queue_for, sample_queue, train_qu
 from app.domain import ops
 from app.domain.accounts import Caller
 from app.domain.limits import Charge, Payer
-from app.domain.ops import CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, SaveWeights, as_asked
+from app.domain.ops import CreateModel, ForwardBackward, LoadWeights, LoraSpec, ModelSpec, Op, SaveWeights, as_asked
 from app.domain.records import Model, Sampler
 from app.domain.sampling import SampleRequest
 from app.errors import Forbidden, NotFound, NotReplicated
@@ -64,8 +64,9 @@ class AdmissionService:
         """Admits a training Op, and returns the request id of its future; a repeat returns the same id. The Op that
         creates a model also registers the model. `audited`: the Op's audit log entry, written in the same step.
 
-        Raises BadRequest for a seq already used for another call, Unavailable while there is no room, and
-        TooManyRequests or LimitReached for a limit of the project or of the caller's key.
+        Raises BadRequest for a seq already used for another call, Unavailable while there is no room or when the
+        checkpoint that the Op loads was deleted or overwritten since it was read, and TooManyRequests or LimitReached
+        for a limit of the project or of the caller's key.
         """
         started = time.monotonic()
         payload = ops.encode(op)
@@ -78,7 +79,9 @@ class AdmissionService:
         queue = train_queue(model.base_model, full=model.full)
         announce = partial(self._announce, started, op.kind, model_id, model.owner, seq, queue)
         with _announcing_unreplicated(announce):
-            admission = self._oplog.admit(model_id, seq, op.kind, payload, identity, new, charge, audited, trace)
+            admission = self._oplog.admit(
+                model_id, seq, op.kind, payload, identity, new, charge, audited, trace, _loads(op)
+            )
         announce(admission)
         return admission.request_id
 
@@ -194,6 +197,11 @@ def _identity(op: Op, payload: bytes) -> str:
     """The digest that is equal for a repeat of the call. `payload`: the encoded Op."""
     asked = as_asked(op)
     return ops.digest(payload if asked is op else ops.encode(asked))
+
+
+def _loads(op: Op) -> tuple[str, str] | None:
+    """The path of the checkpoint that the Op loads, and the prefix of its files."""
+    return (op.source, op.prefix) if isinstance(op, CreateModel | LoadWeights) and op.source else None
 
 
 def _charge(op: Op, payers: tuple[Payer, ...]) -> Charge:

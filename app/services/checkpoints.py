@@ -93,11 +93,14 @@ class CheckpointService:
     def delete(self, path: ids.TinkerPath, caller: Caller) -> None:
         """Deletes a checkpoint: its files first (the manifest before the others, so that no rebuild restores it), and
         its record last, so that a repeat completes a deletion that broke off. Files that a journal loads stay until no
-        replay needs them. Raises NotFound, Forbidden, and Unavailable."""
+        replay needs them. A note in the record comes before all that: no journal gets a further load of these files.
+        Raises NotFound, Forbidden, and Unavailable."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
         about = {"model_id": checkpoint.model_id, "tinker_path": str(path)}
         once = f"delete {checkpoint.prefix} {checkpoint.created}"  # a copy that is made anew has the same prefix
         audit.note(self._records, caller, checkpoint.owner, "checkpoint_delete", about, once=once, urgent=True)
+        # From now on `admit` refuses loads of these files, also if a newer save has just replaced them in the record.
+        self._update(path, checkpoint, {"deleting": checkpoint.prefix})
         is_loaded = self._pins.may_have(checkpoint)
         end_checkpoint(self._objects, checkpoint.prefix, self._records.now(), keep_files=is_loaded)
         # A newer save that replaced it meanwhile stays.

@@ -398,6 +398,20 @@ MUTANTS = (
         "::test_files_that_a_run_loads_outlive_their_checkpoint_as_long_as_it_may_be_replayed",
     ),
     Mutant(
+        "delete: no load is admitted once the journals were looked through",
+        "app/services/checkpoints.py",
+        '        self._update(path, checkpoint, {"deleting": checkpoint.prefix})\n',
+        "",
+        "tests/unit/app/api/test_deletion.py::test_a_deletion_that_looks_for_loads_admits_no_further_one",
+    ),
+    Mutant(
+        "delete: a load of a checkpoint that is not there any more",
+        f"{_LUA}/journal.lua",
+        "return found[1] ~= prefix or found[2] == prefix",
+        "return found[2] == prefix",
+        "tests/unit/app/api/test_deletion.py::test_a_load_finds_its_checkpoint_deleted_or_overwritten_since_it_was_read",
+    ),
+    Mutant(
         "delete: overwritten saves of a deleted checkpoint",
         "app/stores/objects/notes.py",
         "    expire_older(store, prefix, now)\n",

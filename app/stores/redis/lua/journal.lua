@@ -74,13 +74,15 @@ return 1
 -- needs: bounds, content, hear, list_run, no_room, no_room_for_results, now_ms, pages, register_model, take, train_queue
 -- Journal an Op and its pending future, once. ARGV: payload, or '' with the key that will hold it (or ''), its size;
 -- model id, seq, request id, kind, digest, charge (or ''), entry in its project's audit log (or ''), context of its trace
--- (or ''), and for a model to register in the same step: field, value, ...
+-- (or ''), path and prefix as JSON of the checkpoint that it loads (or ''), and for a model to register in the same step:
+-- field, value, ...
 -- Returns {outcome, lease holder}; the outcome is fresh | repeat | conflict | refused (with its reason instead of the
--- holder) | consumed | far | unknown | ended | failed | absent (to be admitted once the key holds the payload).
+-- holder) | consumed | far | unknown | ended | failed | changed (the checkpoint's path instead of the holder) | absent (to
+-- be admitted once the key holds the payload).
 -- Returns {'limited', ...} as `over_limit` in limits.lua does.
 local content = content_of(ARGV[1], ARGV[2], tonumber(ARGV[3]))
 local model, seq, request, kind, digest = ARGV[4], tonumber(ARGV[5]), ARGV[6], ARGV[7], ARGV[8]
-local charge, audited, trace, FIELDS = ARGV[9], ARGV[10], ARGV[11], 12
+local charge, audited, trace, source, prefix, FIELDS = ARGV[9], ARGV[10], ARGV[11], ARGV[12], ARGV[13], 14
 
 -- If later Ops wait for this one, its refusal would keep them from ever draining. But all seqs before a single Op far
 -- ahead are awaited in turn. So without room a model gets LET_IN bytes of them, up to and including the one beyond.
@@ -115,6 +117,14 @@ local function note_exceptions(lets_in, let_in, exempt)
   end
 end
 
+-- Returns true if the checkpoint was deleted or overwritten since it was read, or is being deleted: its files may go
+-- before a replay reads them.
+local function is_source_changed()
+  if source == '' then return false end
+  local found = redis.call('HMGET', 'tinsmith:checkpoints:' .. source, 'prefix', 'deleting')
+  return found[1] ~= prefix or found[2] == prefix
+end
+
 local function admit()
   local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner', 'ended', 'unloaded', 'let_in',
                           'exempted')
@@ -128,6 +138,7 @@ local function admit()
   if seq <= applied then return {'consumed', ''} end
   if has_failed(model, seq) then return {'failed', ''} end
   if is_far(model, applied, seq) then return {'far', ''} end
+  if is_source_changed() then return {'changed', source} end
   local refusal = no_room(content.size) or head[2] and no_room_for_results(cjson.decode(head[2]))
   if refusal and not is_awaited(applied, head[5]) then return refusal end
   local exempt = charge ~= '' and is_awaited_by_parts(applied, head[6])
