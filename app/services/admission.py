@@ -139,19 +139,25 @@ class AdmissionService:
         announce(admission)
         return request_id
 
-    def refuse(self, model_id: str, seq: int, caller: Caller, reason: str, kind: RefusalKind) -> None:
+    def refuse(self, model_id: str, seq: int, caller: Caller, reason: str, kind: RefusalKind) -> bool:
         """Consumes the seq of a call that got a final 4xx, so that later calls do not wait for it. Does nothing if the
-        caller was not allowed to make the call. Raises Unavailable while the state server has no room."""
+        caller was not allowed to make the call, if too many earlier calls are missing, or if the run has ended. Returns
+        False, without a change, if a call was admitted under the seq. Raises Unavailable while the state server has no
+        room."""
         try:
             model = load_owned(self._records, Model, model_id, caller)
         except (NotFound, Forbidden):
-            return
-        if 1 <= seq <= ids.MAX_SEQ and self._oplog.refuse(model_id, seq, reason, kind):
-            request_id = ids.request_id(model_id, seq)
-            log.info("refused", extra={"request_id": request_id, "model_id": model_id, "seq": seq})
-            # The calls that wait behind it were dispatched and turned away once already.
-            queue = train_queue(model.base_model, full=model.full)
-            self._dispatcher.send(CATCH_UP, request_id, model_id, queue)
+            return True
+        if not 1 <= seq <= ids.MAX_SEQ:
+            return True
+        request_id = ids.request_id(model_id, seq)
+        if not self._oplog.refuse(model_id, seq, reason, kind):
+            return self._oplog.digest(request_id) is None
+        log.info("refused", extra={"request_id": request_id, "model_id": model_id, "seq": seq})
+        # The calls that wait behind it were dispatched and turned away once already.
+        queue = train_queue(model.base_model, full=model.full)
+        self._dispatcher.send(CATCH_UP, request_id, model_id, queue)
+        return True
 
     def _spends(self, charge: Charge, project: str) -> Charge:
         """The charge of a call that needs a part of the project's budget. An optim_step needs none: otherwise a budget

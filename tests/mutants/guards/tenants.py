@@ -183,6 +183,14 @@ MUTANTS = (
         "tests/unit/app/api/test_limits.py::test_no_call_waits_for_a_save_that_was_over_the_limit",
     ),
     Mutant(
+        "limits of projects: a call whose first copy was admitted meanwhile",
+        "app/services/admission.py",
+        "return self._oplog.digest(request_id) is None",
+        "return True",
+        "tests/unit/app/api/test_budget.py"
+        "::test_a_batch_whose_first_copy_another_process_admits_meanwhile_is_the_same_call",
+    ),
+    Mutant(
         "limits of projects: what others wait for",
         f"{_LUA}/journal.lua",
         "check(cjson.decode(charge), exempt)",
