@@ -233,7 +233,9 @@ return {cjson.decode(head[2]), holder, head[5] or 'false'}
 local key = 'tinsmith:models:' .. ARGV[1]
 if redis.call('EXISTS', key) == 1 then
   redis.call('HSET', key, 'unloaded', now_ms())
-  list_run(ARGV[1], 'SREM')  -- `admit` lists it again
+  if not redis.call('ZSCORE', 'tinsmith:pending', ARGV[1]) then  -- else a later count takes it off
+    list_run(ARGV[1], 'SREM')  -- `admit` lists it again
+  end
 end
 return 0
 
