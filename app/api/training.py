@@ -77,7 +77,9 @@ def consumes_seq(*, gradient: bool = False) -> Callable[[View], View]:
     parsing, so that a 422 of the parser counts too.
 
     `gradient`: the gradient of the refused call is missing from the next optim_step.
-    A 400 for a seq used before changes nothing: the journal refuses only seqs that are free.
+    The journal refuses only seqs that are free. If a call was admitted under the seq, this one may be its repeat, and
+    another process admitted the first copy meanwhile. So this one is tried again: a repeat is answered with the first
+    copy's future, anything else with the same error.
     """
 
     def decorate(view: View) -> View:
@@ -86,9 +88,9 @@ def consumes_seq(*, gradient: bool = False) -> Callable[[View], View]:
             try:
                 return view(*args, **kwargs)
             except RequestError as error:
-                if error.status in _FINAL_STATUSES or isinstance(error, LimitReached):
-                    _refuse_seq(str(error), gradient)
-                raise
+                is_final = error.status in _FINAL_STATUSES or isinstance(error, LimitReached)
+                if not is_final or _refuse_seq(str(error), gradient):
+                    raise
             except HTTPException as error:
                 if error.code in _FINAL_STATUSES:
                     _refuse_seq(describe(error), gradient)
@@ -96,6 +98,7 @@ def consumes_seq(*, gradient: bool = False) -> Callable[[View], View]:
             except UnicodeEncodeError:  # a 400 as well (app/api/errors.py)
                 _refuse_seq(NOT_UNICODE, gradient)
                 raise
+            return view(*args, **kwargs)
 
         return wrapped
 
@@ -292,11 +295,12 @@ def read_envelope() -> Envelope:
     return wire.open_envelope(batch_content())
 
 
-def _refuse_seq(reason: str, gradient: bool) -> None:
+def _refuse_seq(reason: str, gradient: bool) -> bool:
+    """Consumes the call's seq. Returns False, without a change, if a call was admitted under it."""
     try:
         envelope = read_envelope()
     except (RequestError, HTTPException):
-        return
+        return True
     kind: RefusalKind = "lost_batch" if gradient and not envelope.forward_only else "skip"
     kept = reason.encode(errors="backslashreplace").decode()  # a field's name may be the invalid text
-    services().admission.refuse(envelope.model_id, envelope.seq, current_caller(), kept, kind)
+    return services().admission.refuse(envelope.model_id, envelope.seq, current_caller(), kept, kind)

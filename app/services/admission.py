@@ -19,7 +19,7 @@ from app.dispatch import CATCH_UP, Dispatcher, queue_for, sample_queue, train_qu
 from app.domain import ops
 from app.domain.accounts import Caller
 from app.domain.limits import Charge, Payer
-from app.domain.ops import CreateModel, ForwardBackward, LoraSpec, ModelSpec, Op, SaveWeights, as_asked
+from app.domain.ops import CreateModel, ForwardBackward, LoadWeights, LoraSpec, ModelSpec, Op, SaveWeights, as_asked
 from app.domain.records import Model, Sampler
 from app.domain.sampling import SampleRequest
 from app.errors import Forbidden, NotFound, NotReplicated
@@ -64,8 +64,9 @@ class AdmissionService:
         """Admits a training Op, and returns the request id of its future; a repeat returns the same id. The Op that
         creates a model also registers the model. `audited`: the Op's audit log entry, written in the same step.
 
-        Raises BadRequest for a seq already used for another call, Unavailable while there is no room, and
-        TooManyRequests or LimitReached for a limit of the project or of the caller's key.
+        Raises BadRequest for a seq already used for another call, Unavailable while there is no room or when the
+        checkpoint that the Op loads was deleted or overwritten since it was read, and TooManyRequests or LimitReached
+        for a limit of the project or of the caller's key.
         """
         started = time.monotonic()
         payload = ops.encode(op)
@@ -78,7 +79,9 @@ class AdmissionService:
         queue = train_queue(model.base_model, full=model.full)
         announce = partial(self._announce, started, op.kind, model_id, model.owner, seq, queue)
         with _announcing_unreplicated(announce):
-            admission = self._oplog.admit(model_id, seq, op.kind, payload, identity, new, charge, audited, trace)
+            admission = self._oplog.admit(
+                model_id, seq, op.kind, payload, identity, new, charge, audited, trace, _loads(op)
+            )
         announce(admission)
         return admission.request_id
 
@@ -136,19 +139,25 @@ class AdmissionService:
         announce(admission)
         return request_id
 
-    def refuse(self, model_id: str, seq: int, caller: Caller, reason: str, kind: RefusalKind) -> None:
+    def refuse(self, model_id: str, seq: int, caller: Caller, reason: str, kind: RefusalKind) -> bool:
         """Consumes the seq of a call that got a final 4xx, so that later calls do not wait for it. Does nothing if the
-        caller was not allowed to make the call. Raises Unavailable while the state server has no room."""
+        caller was not allowed to make the call, if too many earlier calls are missing, or if the run has ended. Returns
+        False, without a change, if a call was admitted under the seq. Raises Unavailable while the state server has no
+        room."""
         try:
             model = load_owned(self._records, Model, model_id, caller)
         except (NotFound, Forbidden):
-            return
-        if 1 <= seq <= ids.MAX_SEQ and self._oplog.refuse(model_id, seq, reason, kind):
-            request_id = ids.request_id(model_id, seq)
-            log.info("refused", extra={"request_id": request_id, "model_id": model_id, "seq": seq})
-            # The calls that wait behind it were dispatched and turned away once already.
-            queue = train_queue(model.base_model, full=model.full)
-            self._dispatcher.send(CATCH_UP, request_id, model_id, queue)
+            return True
+        if not 1 <= seq <= ids.MAX_SEQ:
+            return True
+        request_id = ids.request_id(model_id, seq)
+        if not self._oplog.refuse(model_id, seq, reason, kind):
+            return self._oplog.digest(request_id) is None
+        log.info("refused", extra={"request_id": request_id, "model_id": model_id, "seq": seq})
+        # The calls that wait behind it were dispatched and turned away once already.
+        queue = train_queue(model.base_model, full=model.full)
+        self._dispatcher.send(CATCH_UP, request_id, model_id, queue)
+        return True
 
     def _spends(self, charge: Charge, project: str) -> Charge:
         """The charge of a call that needs a part of the project's budget. An optim_step needs none: otherwise a budget
@@ -194,6 +203,11 @@ def _identity(op: Op, payload: bytes) -> str:
     """The digest that is equal for a repeat of the call. `payload`: the encoded Op."""
     asked = as_asked(op)
     return ops.digest(payload if asked is op else ops.encode(asked))
+
+
+def _loads(op: Op) -> tuple[str, str] | None:
+    """The path of the checkpoint that the Op loads, and the prefix of its files."""
+    return (op.source, op.prefix) if isinstance(op, CreateModel | LoadWeights) and op.source else None
 
 
 def _charge(op: Op, payers: tuple[Payer, ...]) -> Charge:

@@ -93,11 +93,14 @@ class CheckpointService:
     def delete(self, path: ids.TinkerPath, caller: Caller) -> None:
         """Deletes a checkpoint: its files first (the manifest before the others, so that no rebuild restores it), and
         its record last, so that a repeat completes a deletion that broke off. Files that a journal loads stay until no
-        replay needs them. Raises NotFound, Forbidden, and Unavailable."""
+        replay needs them. A note in the record comes before all that: no journal gets a further load of these files.
+        Raises NotFound, Forbidden, and Unavailable."""
         checkpoint = load_owned(self._records, Checkpoint, str(path), caller)
         about = {"model_id": checkpoint.model_id, "tinker_path": str(path)}
         once = f"delete {checkpoint.prefix} {checkpoint.created}"  # a copy that is made anew has the same prefix
         audit.note(self._records, caller, checkpoint.owner, "checkpoint_delete", about, once=once, urgent=True)
+        # From now on `admit` refuses loads of these files, also if a newer save has just replaced them in the record.
+        self._update(path, checkpoint, {"deleting": checkpoint.prefix})
         is_loaded = self._pins.may_have(checkpoint)
         end_checkpoint(self._objects, checkpoint.prefix, self._records.now(), keep_files=is_loaded)
         # A newer save that replaced it meanwhile stays.
@@ -191,6 +194,7 @@ class CopyService:
             self.quotas.reserve(caller, project, target, source.size_bytes)
             self._register(session_id, model_id, project, str(path), source, caller)
             self._check_not_overwritten(model_id, source)
+            self.lifecycle.use_files(str(_place(target)))
             what = {"model_id": model_id, "tinker_path": str(target), "source_path": str(path)}
             audit.note(self.records, caller, project, "checkpoint_copy", what)
             manifest = self._write(target, project, source, asked["ttl_seconds"])
@@ -217,8 +221,8 @@ class CopyService:
 
     def _add_session(self, session_id: str, project: str, path: ids.TinkerPath, caller: Caller) -> None:
         session = Session(project, self.records.now(), display_name=f"copy of {path}", user=caller.user)
-        if self.records.put_new(Session.namespace, session_id, dump(session)):
-            self.lifecycle.finish(session_id, "success")
+        self.records.put_new(Session.namespace, session_id, dump(session))
+        self.lifecycle.finish(session_id, "success")  # also where an earlier attempt broke off before it
 
     def _metadata(self, source: Checkpoint, caller: Caller) -> dict[str, Any]:
         """The metadata of the source's run, if the caller sees the run: it is not published with a checkpoint."""

@@ -147,14 +147,15 @@ class Orphans:
                 self._remove(prefix)
 
     def _remove(self, prefix: str) -> None:
-        """Removes an orphan. One that cannot be removed, for example in a folder of another user, waits for the next
-        round and keeps no other orphan."""
+        """Removes an orphan, unless a call has begun to use its files since the records were read. One that cannot be
+        removed, for example in a folder of another user, waits for the next round and keeps no other orphan."""
         try:
-            remove_checkpoint(self._objects, prefix)
+            with self._lifecycle.removing(prefix) as may_remove:
+                if may_remove:
+                    remove_checkpoint(self._objects, prefix)
+                    log.info("removed an orphan: %s", prefix)
         except Unavailable as error:
             log.warning("the orphan %s cannot be removed: %s", prefix, error)
-        else:
-            log.info("removed an orphan: %s", prefix)
 
     def _forget(self, models: Mapping[str, Mapping[str, str]], stored: Container[str]) -> None:
         """Removes the records of ended runs whose session is gone and that have no files. The files of a run without a

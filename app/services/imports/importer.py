@@ -69,6 +69,7 @@ class Importer:
         entries = {name: file_entry(file) for name, file in sorted(files.items())}
         place = _place(path, _seq(entries))
         self._add_run(caller, project, place, base_model, lora)
+        self.lifecycle.use_files(str(place))
         for name, file in files.items():
             self.objects.put_new(f"{place}/{name}", file)
         manifest = self._put_manifest(path, place, project, base_model, lora, entries)

@@ -34,8 +34,9 @@ _REFUSALS = {
     "refused": "seq_id {seq} was refused: {reason}",
     "far": "seq_id {seq} leaves more than 1024 earlier seq_ids of this model missing; number the calls of a model 1, "
     "2, 3, ... without leaving any out, and send the missing ones first",
+    "changed": "checkpoint {reason!r} was deleted or overwritten just now, or is being deleted; try again soon",
 }
-_ERRORS: dict[str, type[RequestError]] = {"unknown": NotFound, "ended": Gone, "failed": Gone}
+_ERRORS: dict[str, type[RequestError]] = {"unknown": NotFound, "ended": Gone, "failed": Gone, "changed": Unavailable}
 
 # The journal holds a reason twice, and once more in each Op that it fails. A client's text in it may have megabytes.
 _LONGEST_REASON = 1_000
@@ -65,22 +66,27 @@ class RedisOpLog(RedisFutures):
         charge: Charge = FREE,
         audited: str = "",
         trace: str = "",
+        loads: tuple[str, str] | None = None,
     ) -> Admission:
         """Journals an Op and its pending future. Returns only when it is on disk (the server's appendfsync is always).
         In the same step, `model` are the fields with which to register an unknown model, and `audited` is an entry of
-        the audit log. `trace` is the context of its trace.
+        the audit log. `trace` is the context of its trace. `loads` are the path of the checkpoint that the Op loads and
+        the prefix of its files.
 
         Raises NotFound for an unknown model without these fields, Gone for a model that has ended or whose creation
         failed (unless an admitted Op waits for this one), BadRequest when the seq holds other content, was refused or
         was given up, or leaves too many earlier ones missing, TooLarge for an Op that can never fit,
-        UnreplicatedAdmission, and Unavailable while there is no room. Unavailable consumes nothing, and is never raised
-        for a repeat or for the Op that others wait for. The same holds for TooManyRequests, when `charge` exceeds a
-        rate. LimitReached, when `charge` exceeds a total, is never raised for a repeat.
+        UnreplicatedAdmission, and Unavailable while there is no room, or when the checkpoint was deleted or overwritten
+        or is being deleted. Unavailable consumes nothing, and is never raised for a repeat; nor while there is no room
+        for the Op that others wait for, until the model has had 16 MiB of these. TooManyRequests, when `charge` exceeds
+        a rate, consumes nothing, and is never raised for a repeat or for the first part of a batch. LimitReached, when
+        `charge` exceeds a total, is never raised for a repeat.
         """
         request_id = ids.request_id(model_id, seq)
         self._check_size(payload)
         call = model_id, seq, request_id, kind, digest
-        more = limits.of_op(charge), audited, trace, *flat(model or {})
+        source = (loads[0], json.dumps(loads[1])) if loads else ("", "")
+        more = limits.of_op(charge), audited, trace, *source, *flat(model or {})
 
         def read(found: Any) -> Admission:
             what, detail = _texts(found)

@@ -2,7 +2,9 @@
 
     models:<model>      HASH  the Model record, and the head of its journal: applied, epoch, worker, snapshot,
                               snapshot_seq, epoch_floor after a rebuild, last_request and unloaded (ms); steps
-                              and trained_tokens, of the committed calls; ended
+                              and trained_tokens, of the committed calls; exempted, the last seq in the journal at
+                              its last call that was exempt from rates; let_in, the bytes of calls that were admitted
+                              since there was room; ended
                               ("deleted") once the model has ended; behind sentinels also history, the number of the
                               history in which the epoch was given out, and epoch_floor, the first epoch there
     progress:<model>    STREAM  its newest points (app/domain/progress.py): seq, kind, and the rest as JSON; their ids
@@ -94,12 +96,14 @@
     models_of:<project>  ZSET  its run, ended or not -> unix seconds of its creation, corrected as `sessions_of` is
     model_owners        HASH  run -> the project whose list it is on
     sessions_live:<payer>  SET  its sessions that have not ended; those that expired are removed as `runs` are
-    orphans             ZSET  object-store prefix -> ms since when no known reference to it exists
+    orphans             ZSET  object-store prefix -> ms since when no known reference to it exists, 0 while its files
+                              are being removed
     <namespace>:<id>    HASH  sessions, samplers, handovers, checkpoints, uploads, losses, workers, refusals,
                               demands, last_workers (app/domain/records.py);
                               a session's record also has loss_bytes, the bytes of its custom losses;
                               a sampler's record also counts the clients that joined it; that of a save without a
-                              path has size_bytes, and given_up (ms) once its adapter is to be deleted
+                              path has size_bytes, and given_up (ms) once its adapter is to be deleted;
+                              a checkpoint's has deleting, its prefix, once its deletion has begun
                               organisations, projects, users, keys (app/domain/accounts.py): a copy of the object
                               store's accounts, looked up at every request
     recalled:accounts   HASH  done: "true" once the state server holds all accounts that the object store holds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -238,6 +239,25 @@ class RedisLifecycle:
             self._run("mark_orphans", now, *new)
         found = self._redis.zrangebyscore(keys.ORPHANS, "-inf", now - self._orphan_ms)
         return [mark.decode() for mark in cast(list[bytes], found)]
+
+    @contextlib.contextmanager
+    def removing(self, prefix: str) -> Iterator[bool]:
+        """The removal of an orphan that `overdue` returned: nobody uses its files meanwhile. Yields False if a call has
+        begun to use them since, and then they stay."""
+        claimed = bool(self._run("claim_orphan", prefix))
+        try:
+            yield claimed
+        except Exception:
+            self._redis.zadd(keys.ORPHANS, {prefix: 1}, xx=True)  # overdue
+            raise
+        if claimed:
+            self._redis.zrem(keys.ORPHANS, prefix)
+
+    def use_files(self, prefix: str) -> None:
+        """Notes that a call is about to complete files that lie at the prefix, and to refer to them. They are no orphan
+        for the next `engine.orphan_s`. Raises Unavailable while they are being removed."""
+        if not self._run("use_files", prefix):
+            raise Unavailable("the files of an earlier attempt are being removed; try again soon")
 
     def _now_ms(self) -> int:
         seconds, micros = self._redis.time()

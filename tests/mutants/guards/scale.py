@@ -133,9 +133,23 @@ MUTANTS = (
     Mutant(
         "runs: one that is unloaded leaves the lists",
         "app/stores/redis/lua/lifecycle.lua",
-        "  list_run(ARGV[1], 'SREM')  -- `admit`",
-        "  -- `admit`",
+        "    list_run(ARGV[1], 'SREM')  -- `admit`",
+        "    -- `admit`",
         f"{_LIMITS}::test_a_run_leaves_the_lists_when_it_is_unloaded_or_its_session_finished_until_its_next_call",
+    ),
+    Mutant(
+        "runs: an unloaded one is on the lists until its calls have run",
+        "app/stores/redis/lua/lifecycle.lua",
+        "  if not redis.call('ZSCORE', 'tinsmith:pending', ARGV[1]) then  -- else",
+        "  if true then  -- else",
+        f"{_LIMITS}::test_an_unloaded_run_counts_until_its_calls_have_run",
+    ),
+    Mutant(
+        "runs: an unloaded one counts until its calls have run",
+        "app/stores/redis/lua/limits.lua",
+        "\n                   and not redis.call('ZSCORE', 'tinsmith:pending', model)",
+        "",
+        f"{_LIMITS}::test_an_unloaded_run_counts_until_its_calls_have_run",
     ),
     Mutant(
         "runs: one with a call is no more unloaded",

@@ -98,6 +98,34 @@ MUTANTS = (
         f"{_ADAPTERS}::test_in_flight_weights_stay_while_another_clients_request_runs_on_them",
     ),
     Mutant(
+        "orphans: files that a call uses again",
+        "workers/maintenance/orphans.py",
+        "                if may_remove:\n",
+        "                if True:\n",
+        f"{_ORPHANS}::test_files_that_a_call_uses_again_since_the_records_were_read_stay",
+    ),
+    Mutant(
+        "orphans: files that are being removed are not used",
+        f"{_LUA}/lifecycle.lua",
+        "redis.call('ZADD', 'tinsmith:orphans', 0, ARGV[1])\n",
+        "",
+        f"{_ORPHANS}::test_files_are_used_again_after_their_removal_and_not_during_it",
+    ),
+    Mutant(
+        "copies: an attempt that broke off leaves its files to the repeat",
+        "app/services/checkpoints.py",
+        "            self.lifecycle.use_files(str(_place(target)))\n",
+        "",
+        f"{_COPIES}::test_a_copy_that_broke_off_and_is_repeated_a_day_later_keeps_its_files_from_the_sweep",
+    ),
+    Mutant(
+        "imports: files that are being removed",
+        "app/services/imports/importer.py",
+        "        self.lifecycle.use_files(str(place))\n",
+        "",
+        f"{_ORPHANS}::test_an_import_that_broke_off_is_not_completed_while_its_files_are_being_removed",
+    ),
+    Mutant(
         "orphans: an ended run that still has files",
         "workers/maintenance/orphans.py",
         " and model_id not in stored",
@@ -376,6 +404,20 @@ MUTANTS = (
         "keep_files=False",
         "tests/unit/app/api/test_deletion.py"
         "::test_files_that_a_run_loads_outlive_their_checkpoint_as_long_as_it_may_be_replayed",
+    ),
+    Mutant(
+        "delete: no load is admitted once the journals were looked through",
+        "app/services/checkpoints.py",
+        '        self._update(path, checkpoint, {"deleting": checkpoint.prefix})\n',
+        "",
+        "tests/unit/app/api/test_deletion.py::test_a_deletion_that_looks_for_loads_admits_no_further_one",
+    ),
+    Mutant(
+        "delete: a load of a checkpoint that is not there any more",
+        f"{_LUA}/journal.lua",
+        "return found[1] ~= prefix or found[2] == prefix",
+        "return found[2] == prefix",
+        "tests/unit/app/api/test_deletion.py::test_a_load_finds_its_checkpoint_deleted_or_overwritten_since_it_was_read",
     ),
     Mutant(
         "delete: overwritten saves of a deleted checkpoint",

@@ -183,11 +183,40 @@ MUTANTS = (
         "tests/unit/app/api/test_limits.py::test_no_call_waits_for_a_save_that_was_over_the_limit",
     ),
     Mutant(
+        "limits of projects: a call whose first copy was admitted meanwhile",
+        "app/services/admission.py",
+        "return self._oplog.digest(request_id) is None",
+        "return True",
+        "tests/unit/app/api/test_budget.py"
+        "::test_a_batch_whose_first_copy_another_process_admits_meanwhile_is_the_same_call",
+    ),
+    Mutant(
         "limits of projects: what others wait for",
         f"{_LUA}/journal.lua",
-        "check(cjson.decode(charge), is_awaited_by_parts(applied))",
+        "check(cjson.decode(charge), exempt)",
         "check(cjson.decode(charge))",
         f"{_STORES}/test_rates.py::test_what_others_wait_for_passes_and_is_charged",
+    ),
+    Mutant(
+        "limits of projects: calls that were sent ahead together",
+        f"{_LUA}/journal.lua",
+        " or seq < tonumber(exempted or 0)",
+        "",
+        f"{_STORES}/test_rates.py::test_calls_sent_ahead_together_let_a_single_call_pass_over_the_rate",
+    ),
+    Mutant(
+        "limits of projects: the first part of each batch",
+        f"{_LUA}/journal.lua",
+        "seq < tonumber(exempted or 0)",
+        "exempted",
+        f"{_STORES}/test_rates.py::test_the_first_part_of_each_batch_passes",
+    ),
+    Mutant(
+        "no room: one call far ahead lets in few bytes",
+        f"{_LUA}/journal.lua",
+        " and tonumber(let_in or 0) < LET_IN",
+        "",
+        f"{_STORES}/test_shortage.py::test_one_call_far_ahead_lets_few_bytes_in_while_a_disk_is_nearly_full",
     ),
     Mutant(
         "limits of projects: reserved bytes",

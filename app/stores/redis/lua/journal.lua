@@ -74,35 +74,60 @@ return 1
 -- needs: bounds, content, hear, list_run, no_room, no_room_for_results, now_ms, pages, register_model, take, train_queue
 -- Journal an Op and its pending future, once. ARGV: payload, or '' with the key that will hold it (or ''), its size;
 -- model id, seq, request id, kind, digest, charge (or ''), entry in its project's audit log (or ''), context of its trace
--- (or ''), and for a model to register in the same step: field, value, ...
+-- (or ''), path and prefix as JSON of the checkpoint that it loads (or ''), and for a model to register in the same step:
+-- field, value, ...
 -- Returns {outcome, lease holder}; the outcome is fresh | repeat | conflict | refused (with its reason instead of the
--- holder) | consumed | far | unknown | ended | failed | absent (to be admitted once the key holds the payload).
+-- holder) | consumed | far | unknown | ended | failed | changed (the checkpoint's path instead of the holder) | absent (to
+-- be admitted once the key holds the payload).
 -- Returns {'limited', ...} as `over_limit` in limits.lua does.
 local content = content_of(ARGV[1], ARGV[2], tonumber(ARGV[3]))
 local model, seq, request, kind, digest = ARGV[4], tonumber(ARGV[5]), ARGV[6], ARGV[7], ARGV[8]
-local charge, audited, trace, FIELDS = ARGV[9], ARGV[10], ARGV[11], 12
+local charge, audited, trace, source, prefix, FIELDS = ARGV[9], ARGV[10], ARGV[11], ARGV[12], ARGV[13], 14
 
--- If later Ops wait for this one, its refusal would keep them from ever draining.
-local function is_awaited(applied)
-  return seq == applied + 1 and redis.call('ZCOUNT', 'tinsmith:journal:' .. model, '(' .. seq, '+inf') > 0
+-- If later Ops wait for this one, its refusal would keep them from ever draining. But all seqs before a single Op far
+-- ahead are awaited in turn. So without room a model gets LET_IN bytes of them, up to and including the one beyond.
+local LET_IN = 16 * 2 ^ 20
+
+local function is_awaited(applied, let_in)
+  return seq == applied + 1 and tonumber(let_in or 0) < LET_IN
+         and redis.call('ZCOUNT', 'tinsmith:journal:' .. model, '(' .. seq, '+inf') > 0
 end
 
--- The SDK sends the first part of a large batch last. The later parts passed the rate limits themselves; later calls
--- of other kinds did not, and do not count here. A call more than PARTS seqs ahead is no part of the batch; otherwise
--- one call far ahead would exempt all calls before it from the rates.
-local PARTS = 128
+-- The SDK sends the first part of a large batch last, and nothing behind the batch before that. The second part passed
+-- the rate limits itself; later calls of other kinds did not, and do not count here. Ops that were journaled before the
+-- model's last exempt call (up to the seq `exempted`) exempt no second one, or else many small Ops, sent ahead one seq
+-- apart, would exempt all large ones between them.
+local function is_awaited_by_parts(applied, exempted)
+  if seq ~= applied + 1 or seq < tonumber(exempted or 0) then return false end
+  local kind = redis.call('HGET', 'tinsmith:op:' .. model .. ':' .. (seq + 1), 'kind')
+  return kind == 'forward_backward' or kind == 'forward'
+end
 
-local function is_awaited_by_parts(applied)
-  if seq ~= applied + 1 then return false end
-  for _, later in ipairs(redis.call('ZRANGEBYSCORE', 'tinsmith:journal:' .. model, '(' .. seq, seq + PARTS)) do
-    local kind = redis.call('HGET', 'tinsmith:op:' .. model .. ':' .. later, 'kind')
-    if kind == 'forward_backward' or kind == 'forward' then return true end
+-- Note that a call was admitted although there was no room for it (`lets_in`), or over the rates (`exempt`). `let_in`: the
+-- bytes of earlier ones of the former.
+local function note_exceptions(lets_in, let_in, exempt)
+  local key = 'tinsmith:models:' .. model
+  if lets_in then
+    redis.call('HINCRBY', key, 'let_in', content.size)
+  elseif let_in then
+    redis.call('HDEL', key, 'let_in')
   end
-  return false
+  if exempt then
+    redis.call('HSET', key, 'exempted', redis.call('ZREVRANGE', 'tinsmith:journal:' .. model, 0, 0)[1])
+  end
+end
+
+-- Returns true if the checkpoint was deleted or overwritten since it was read, or is being deleted: its files may go
+-- before a replay reads them.
+local function is_source_changed()
+  if source == '' then return false end
+  local found = redis.call('HMGET', 'tinsmith:checkpoints:' .. source, 'prefix', 'deleting')
+  return found[1] ~= prefix or found[2] == prefix
 end
 
 local function admit()
-  local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner', 'ended', 'unloaded')
+  local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner', 'ended', 'unloaded', 'let_in',
+                          'exempted')
   if not head[1] and #ARGV < FIELDS then return {'unknown', ''} end
   local holder = redis.call('GET', 'tinsmith:lease:' .. model) or ''
   local known = redis.call('HMGET', 'tinsmith:future:' .. request, 'digest', 'refused')
@@ -113,12 +138,15 @@ local function admit()
   if seq <= applied then return {'consumed', ''} end
   if has_failed(model, seq) then return {'failed', ''} end
   if is_far(model, applied, seq) then return {'far', ''} end
+  if is_source_changed() then return {'changed', source} end
   local refusal = no_room(content.size) or head[2] and no_room_for_results(cjson.decode(head[2]))
-  if refusal and not is_awaited(applied) then return refusal end
+  if refusal and not is_awaited(applied, head[5]) then return refusal end
+  local exempt = charge ~= '' and is_awaited_by_parts(applied, head[6])
   local check = content.is_absent() and over_limits or take
-  local limited = charge ~= '' and check(cjson.decode(charge), is_awaited_by_parts(applied))
+  local limited = charge ~= '' and check(cjson.decode(charge), exempt)
   if limited then return limited end
   if content.is_absent() then return {'absent', ''} end
+  note_exceptions(refusal, head[5], exempt)
   if not head[1] then
     register_model(model, FIELDS)
     head = redis.call('HMGET', 'tinsmith:models:' .. model, 'applied', 'owner')

@@ -233,7 +233,9 @@ return {cjson.decode(head[2]), holder, head[5] or 'false'}
 local key = 'tinsmith:models:' .. ARGV[1]
 if redis.call('EXISTS', key) == 1 then
   redis.call('HSET', key, 'unloaded', now_ms())
-  list_run(ARGV[1], 'SREM')  -- `admit` lists it again
+  if not redis.call('ZSCORE', 'tinsmith:pending', ARGV[1]) then  -- else a later count takes it off
+    list_run(ARGV[1], 'SREM')  -- `admit` lists it again
+  end
 end
 return 0
 
@@ -267,6 +269,18 @@ return found
 -- Note when objects were first found without a reference; the first note stays. ARGV: ms, marks... Returns 0.
 for i = 2, #ARGV do redis.call('ZADD', 'tinsmith:orphans', 'NX', ARGV[1], ARGV[i]) end
 return 0
+
+-- script: claim_orphan flags=allow-oom
+-- Claim an orphan, whose files are about to be removed. ARGV: mark. Returns 1, or 0 when it is marked no more.
+if not redis.call('ZSCORE', 'tinsmith:orphans', ARGV[1]) then return 0 end
+redis.call('ZADD', 'tinsmith:orphans', 0, ARGV[1])
+return 1
+
+-- script: use_files flags=allow-oom
+-- Unmark an orphan, whose files are about to be used. ARGV: mark. Returns 1, or 0 while it is claimed for its removal.
+if redis.call('ZSCORE', 'tinsmith:orphans', ARGV[1]) == '0' then return 0 end
+redis.call('ZREM', 'tinsmith:orphans', ARGV[1])
+return 1
 
 -- script: give_up_adapters flags=allow-oom
 -- needs: affinity, now_ms

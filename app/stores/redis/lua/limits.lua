@@ -11,10 +11,13 @@ local function list_run(model, how)
 end
 
 -- part: live_runs
--- Returns true for a run that is live: not ended, not unloaded and not failed, in a session that has not ended.
+-- Returns true for a run that is live: not ended, not failed, and not unloaded without waiting calls, in a session that
+-- has not ended.
 local function is_live(model)
   local head = redis.call('HMGET', 'tinsmith:models:' .. model, 'session_id', 'ended', 'state', 'unloaded', 'last_request')
-  return head[1] and not head[2] and head[3] ~= '"failed"' and not (head[4] and tonumber(head[5] or 0) <= tonumber(head[4]))
+  local unloaded = head[4] and tonumber(head[5] or 0) <= tonumber(head[4])
+                   and not redis.call('ZSCORE', 'tinsmith:pending', model)
+  return head[1] and not head[2] and head[3] ~= '"failed"' and not unloaded
          and redis.call('ZSCORE', 'tinsmith:sessions_heard', cjson.decode(head[1]))
 end
 

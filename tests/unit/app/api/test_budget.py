@@ -16,6 +16,7 @@ from app.domain.prices import Prices
 from app.domain.results import Result, Usage
 from app.settings import Settings
 from app.stores.redis.client import connect
+from app.stores.redis.journal import RedisOpLog
 from app.telemetry import REGISTRY
 from tests.unit.app.api.test_billing import events, stored, this_hour, train, window
 from tests.unit.app.api.test_limits import Limit, limit, save, step
@@ -65,6 +66,30 @@ def test_a_spent_budget_refuses_what_costs_and_says_what_to_do(api: Api, limit: 
         assert answer.json["detail"].startswith(said)
         assert "raises the budget; saving and reading still work" in answer.json["detail"]
     assert refusals() == before + 3
+
+
+def test_a_batch_whose_first_copy_another_process_admits_meanwhile_is_the_same_call(
+    api: Api, limit: Limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer of 403 would let the client send a call again that runs."""
+    model, refuse = api.model(), RedisOpLog.refuse
+    first = []
+
+    def refuse_behind_it(self: RedisOpLog, *asked: Any) -> bool:
+        limit()  # of a process that has not read the new limits yet
+        first.append(api.forward_backward(batch(model, 1)).json)
+        limit(monthly_budget=0)
+        return refuse(self, *asked)
+
+    monkeypatch.setattr(RedisOpLog, "refuse", refuse_behind_it)
+    limit(monthly_budget=0)
+    answer = api.forward_backward(batch(model, 1))
+    assert (answer.status_code, [answer.json]) == (200, first)
+    entry = api.services.oplog.entry(model, 1)
+    assert (entry.kind, entry.doomed) == ("forward_backward", "")
+    monkeypatch.setattr(RedisOpLog, "refuse", refuse)
+    other = api.forward_backward(batch(model, 1, tokens=[1, 2, 4]))
+    assert (other.status_code, "used before" in other.json["detail"]) == (400, True)
 
 
 def refusals() -> float:

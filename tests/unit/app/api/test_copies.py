@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from datetime import datetime
 from typing import Any
+from unittest import mock
 
 import pytest
 from werkzeug.test import TestResponse
@@ -16,6 +17,8 @@ from app.domain.ops import LoraSpec
 from app.domain.records import Checkpoint
 from app.errors import Unavailable
 from app.services.recovery import Rebuild, Restored
+from app.settings import EngineSettings
+from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import load
@@ -150,6 +153,44 @@ def broken_off(api: Api, source: str, key: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(store, "copy", away_at_the_second)
     assert copy(api, source, key).status_code == 503
+
+
+def test_a_copy_that_broke_off_and_is_repeated_a_day_later_keeps_its_files_from_the_sweep(
+    api: Api, state_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, of = saved(api), project(api)
+    broken_off(api, source, "late", monkeypatch)
+    prefix = f"models/{ids.model_id(ids.copy_session_id(of, 'late'), 0)}/weights/a/1-1"
+    with connect(state_url) as client:
+        lifecycle = RedisLifecycle(client, EngineSettings(orphan_s=1e-3))
+        client.zadd(keys.ORPHANS, {prefix: 1})
+        with lifecycle.removing(prefix) as may_remove:
+            assert may_remove
+            answer = copy(api, source, "late")
+            assert (answer.status_code, "are being removed" in answer.json["detail"]) == (503, True)
+        client.zadd(keys.ORPHANS, {prefix: 1})
+        path = copy(api, source, "late").json["tinker_path"]
+        with lifecycle.removing(prefix) as may_remove:
+            assert not may_remove
+    assert contents(api, path) == FILES
+
+
+def test_the_session_of_a_copy_that_was_killed_has_ended_after_the_repeat(
+    api: Api, state_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    source, of, works = saved(api), project(api), RedisLifecycle.finish
+    monkeypatch.setattr(RedisLifecycle, "finish", mock.Mock(side_effect=Killed))
+    with pytest.raises(Killed):
+        copy(api, source, "killed")
+    monkeypatch.setattr(RedisLifecycle, "finish", works)
+    assert copy(api, source, "killed").status_code == 200
+    session = ids.copy_session_id(of, "killed")
+    assert api.services.records.get("sessions", session)["status"] == '"success"'
+    with connect(state_url) as client:
+        assert not RedisLifecycle(client, EngineSettings()).heard([session])
 
 
 NEWER = {name: b"newer " + data for name, data in FILES.items()}

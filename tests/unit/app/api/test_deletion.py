@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from app import ids
 from app.domain import ops
+from app.domain.records import Checkpoint
 from app.errors import NewerContent, Unavailable
+from app.services.tenants.access import Sources
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from app.stores.redis.client import connect
+from app.stores.redis.lifecycle import Pins
 from app.stores.redis.types import Lease
 from tests.pages import in_mid_hour, listed
 from tests.unit.app.api.test_copies import FILES, contents_at, delete, rebuilt, saved
@@ -153,3 +157,46 @@ def test_a_deletion_leaves_the_save_that_replaces_its_checkpoint_meanwhile(
     assert [one["tinker_path"] for one in api.get("checkpoints").json["checkpoints"]] == [path]
     left = {key.split("/")[-2] for key in api.services.objects.list(f"models/{run}/weights/a/")}
     assert left == {"2-1"}
+
+
+def load_into(api: Api, run: str, path: str) -> int:
+    return api.post("load_weights", {"model_id": run, "seq_id": 1, "path": path}).status_code
+
+
+def test_a_deletion_that_looks_for_loads_admits_no_further_one(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that runs before its files go, and whose trainer dies then, could never be replayed."""
+    path, run, looked = saved(api), api.model(), Pins.may_have
+    statuses = []
+
+    def loaded_behind(self: Pins, checkpoint: Checkpoint) -> bool:
+        found = looked(self, checkpoint)
+        statuses.append(load_into(api, run, path))
+        return found
+
+    monkeypatch.setattr(Pins, "may_have", loaded_behind)
+    delete(api, path)
+    assert (statuses, api.services.oplog.entry(run, 1)) == ([503], None)
+    assert api.services.objects.list(f"models/{ids.TinkerPath.parse(path).model_id}/") == []
+    assert load_into(api, run, path) == 400, "there is no such checkpoint"
+
+
+@pytest.mark.parametrize(("change", "repeated"), [("deleted", 400), ("overwritten", 200), ("deleted, saved anew", 200)])
+def test_a_load_finds_its_checkpoint_deleted_or_overwritten_since_it_was_read(
+    api: Api, monkeypatch: pytest.MonkeyPatch, change: str, repeated: int
+) -> None:
+    path, run, found = saved(api), api.model(), Sources.find
+    saver = ids.TinkerPath.parse(path).model_id
+
+    def changed_behind(self: Sources, *asked: Any) -> Checkpoint:
+        checkpoint = found(self, *asked)
+        monkeypatch.setattr(Sources, "find", found)
+        if "deleted" in change:
+            delete(api, path)
+        if change != "deleted":
+            saved(api, saver, 2)
+        return checkpoint
+
+    monkeypatch.setattr(Sources, "find", changed_behind)
+    assert load_into(api, run, path) == 503
+    assert api.services.oplog.entry(run, 1) is None
+    assert load_into(api, run, path) == repeated

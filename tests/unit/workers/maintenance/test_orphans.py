@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.routes import DAY_S
 from app.stores.objects.s3 import S3Store
+from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
@@ -139,6 +140,60 @@ def test_an_orphan_that_cannot_be_removed_keeps_no_other(installation: Installat
     for _ in range(3):
         made.sweep()
     assert store.rounds == before + 1, "the store is listed once a period"
+
+
+def test_files_that_a_call_uses_again_since_the_records_were_read_stay(
+    installation: Installation, monkeypatch: pytest.MonkeyPatch
+):
+    used, looked = installation.write("weights/a/4-1"), RedisLifecycle.overdue
+
+    def used_meanwhile(self: RedisLifecycle, unreferenced: Iterable[str]) -> list[str]:
+        found = looked(self, unreferenced)
+        if used in found:
+            self.use_files(used)
+        return found
+
+    monkeypatch.setattr(RedisLifecycle, "overdue", used_meanwhile)
+    assert installation.collect() == {SNAPSHOT, used}
+
+
+@pytest.mark.parametrize("removed", [True, False], ids=["removed", "not removed"])
+def test_files_are_used_again_after_their_removal_and_not_during_it(
+    installation: Installation, tmp_path: Path, removed: bool
+):
+    lifecycle = RedisLifecycle(installation.client, HASTY)
+
+    class Watched(FolderStore):
+        def delete(self, keys: Iterable[str]) -> None:
+            if listed := list(keys):
+                with pytest.raises(Unavailable, match="are being removed; try again soon"):
+                    lifecycle.use_files(prefix)
+                if not removed:
+                    raise Unavailable("the store is away")
+                super().delete(listed)
+
+    installation.store = Watched(tmp_path, "secret", "http://x")
+    prefix = installation.write("weights/a/4-1")
+    assert installation.collect() == {SNAPSHOT, *([] if removed else [prefix])}
+    lifecycle.use_files(prefix)
+
+
+def test_a_removal_that_a_crash_broke_off_is_ended_by_the_next_round(installation: Installation, tmp_path: Path):
+    class Killed(BaseException):
+        pass
+
+    class Dying(FolderStore):
+        def delete(self, keys: Iterable[str]) -> None:
+            if list(keys):
+                raise Killed
+
+    installation.store = Dying(tmp_path, "secret", "http://x")
+    prefix = installation.write("weights/a/4-1")
+    with pytest.raises(Killed):
+        installation.collect()
+    installation.store = FolderStore(tmp_path, "secret", "http://x")
+    assert installation.collect() == {SNAPSHOT}
+    RedisLifecycle(installation.client, HASTY).use_files(prefix)
 
 
 def test_half_written_files_of_an_owner_that_was_replaced_go(installation: Installation):
@@ -384,7 +439,9 @@ def test_a_round_that_fails_is_not_repeated_at_once(installation: Installation, 
     assert len(listed) == 1
 
 
-def test_files_of_an_import_that_broke_off_go(installation: Installation, tmp_path: Path):
+@pytest.fixture
+def imported(installation: Installation, tmp_path: Path) -> Callable[[], str]:
+    """Imports a checkpoint, or completes an import that broke off. Returns its path."""
     client, records, store = installation.client, installation.records, installation.store
     lifecycle, quotas = RedisLifecycle(client, PATIENT), RedisQuotas(client, PATIENT)
     spending = Spending(RedisPages(client, PATIENT), Settings().prices_of)
@@ -393,9 +450,25 @@ def test_files_of_an_import_that_broke_off_go(installation: Installation, tmp_pa
     )
     file = tmp_path / "adapter_config.json"
     file.write_bytes(b"{}")
-    path = importer.add(None, "me", "imported", "base", LoraSpec(4), {file.name: file})
+    return lambda: importer.add(None, "me", "imported", "base", LoraSpec(4), {file.name: file})
+
+
+def test_an_import_that_broke_off_is_not_completed_while_its_files_are_being_removed(
+    installation: Installation, imported: Callable[[], str]
+):
+    path = imported()
+    prefix = json.loads(installation.records.get(Checkpoint.namespace, path)["prefix"])
+    installation.records.delete(Checkpoint.namespace, path)
+    installation.client.zadd(keys.ORPHANS, {prefix: 1})
+    with RedisLifecycle(installation.client, HASTY).removing(prefix), pytest.raises(Unavailable):
+        imported()
+    assert imported() == path
+
+
+def test_files_of_an_import_that_broke_off_go(installation: Installation, imported: Callable[[], str]):
+    path = imported()
     kept = installation.collect()
-    records.delete(Checkpoint.namespace, path)
+    installation.records.delete(Checkpoint.namespace, path)
     assert kept - installation.collect() == {prefix for prefix in kept if "models/imported:train:0" in prefix} != set()
 
 

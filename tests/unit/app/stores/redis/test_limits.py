@@ -299,6 +299,20 @@ def test_a_run_leaves_the_lists_when_it_is_unloaded_or_its_session_finished_unti
     assert listed() == [{MODEL, other}] * 2
 
 
+def test_an_unloaded_run_counts_until_its_calls_have_run(client, oplog, quotas):
+    """Otherwise any number of runs could have calls waiting."""
+    lifecycle, charge = RedisLifecycle(client, SETTINGS), Charge(mine(Limits(live_models=1)), models=1)
+    ask(oplog, 0, Charge(mine()), "create_model")
+    lifecycle.unload(MODEL)
+    with pytest.raises(LimitReached, match="live_models"):
+        quotas.take(charge)
+    lease = oplog.acquire(MODEL, "a/1")
+    assert isinstance(lease, Lease)
+    oplog.commit(lease, 0, Result(b"{}"))
+    assert quotas.used(charge.payers[0]).live_models == 0
+    quotas.take(charge)
+
+
 def test_runs_of_a_session_that_expired_are_taken_off_the_lists_in_turn(client, oplog, stored):
     client.zadd(keys.SESSIONS_HEARD, {SESSION: 1})
     assert RedisLifecycle(client, SETTINGS).expire() == [SESSION]

@@ -164,15 +164,15 @@ def test_what_others_wait_for_passes_and_is_charged(client, oplog, quotas):
     assert passed(quotas, charge) == 0, "a call more is to be waited for"
 
 
-@pytest.mark.parametrize("ahead", ["a step", "a batch far ahead", "a refused batch"])
+@pytest.mark.parametrize("ahead", ["a step", "a batch behind a gap", "a refused batch"])
 def test_no_call_ahead_keeps_those_before_it_from_waiting_for_a_rate(oplog, ahead):
-    """A step takes no tokens, a refused call takes nothing, and one call must not admit all later calls."""
+    """A step takes no tokens, a refused call takes nothing, and one call must not admit all calls before it."""
     charge = Charge(mine(Limits(tokens_per_s=0.01)), tokens=1000)
     match ahead:
         case "a step":
             ask(oplog, 2, replace(charge, tokens=0), "optim_step")
-        case "a batch far ahead":
-            ask(oplog, 1000, replace(charge, tokens=0))
+        case "a batch behind a gap":
+            ask(oplog, 3, replace(charge, tokens=0))
         case "a refused batch":
             oplog.refuse(MODEL, 2, "not finite", "lost_batch")
     assert ask(oplog, 0, charge)
@@ -181,6 +181,37 @@ def test_no_call_ahead_keeps_those_before_it_from_waiting_for_a_rate(oplog, ahea
     oplog.commit(lease, 0, Result(b"{}"))
     with pytest.raises(TooManyRequests):
         ask(oplog, 1, charge)
+
+
+def test_calls_sent_ahead_together_let_a_single_call_pass_over_the_rate(oplog):
+    """Each of them is small enough to pass the rate itself."""
+    charge = Charge(mine(Limits(tokens_per_s=1)), tokens=1)
+    for seq in (0, 2, 4, 6):
+        assert ask(oplog, seq, charge)
+    large = replace(charge, tokens=10**6)
+    lease = oplog.acquire(MODEL, "a/1")
+    assert isinstance(lease, Lease)
+    oplog.commit(lease, 0, Result(b"{}"))
+    assert ask(oplog, 1, large)
+    for seq in (1, 2):
+        oplog.commit(lease, seq, Result(b"{}"))
+    with pytest.raises(TooManyRequests):
+        ask(oplog, 3, large)
+
+
+def test_the_first_part_of_each_batch_passes(oplog):
+    """The first part of the SDK's batch comes last, and the next batch after it."""
+    charge = Charge(mine(Limits(tokens_per_s=1)), tokens=10**6)
+    lease = None
+    for first in (0, 3, 6):
+        free = replace(charge, payers=())
+        for seq in (first + 2, first + 1):
+            assert ask(oplog, seq, free)
+        assert ask(oplog, first, charge), "the first part"
+        lease = lease or oplog.acquire(MODEL, "a/1")
+        assert isinstance(lease, Lease)
+        for seq in range(first, first + 3):
+            oplog.commit(lease, seq, Result(b"{}"))
 
 
 @at_once

@@ -12,10 +12,11 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords
 from tests.servers import MAX_MEMORY
-from tests.unit.app.stores.redis.journal_steps import MODEL
+from tests.unit.app.stores.redis.journal_steps import MODEL, OK, own
 
 SAMPLE = "s:sample:0:1"
 LARGE = 200 * 1024
+LET_IN = 16 * 2**20
 
 
 def admit(oplog: RedisOpLog, seq: int, size: int = 8) -> str:
@@ -37,6 +38,24 @@ def test_no_new_call_is_admitted_while_a_disk_is_nearly_full(oplog: RedisOpLog, 
     assert admit(oplog, 0), "the call for which another one waits"
     client.delete(keys.SHORTAGE)
     assert admit(oplog, 3)
+
+
+def test_one_call_far_ahead_lets_few_bytes_in_while_a_disk_is_nearly_full(oplog: RedisOpLog, client: redis.Redis):
+    admit(oplog, 0)
+    lease = own(oplog)
+    oplog.commit(lease, 0, OK)
+    admit(oplog, 1000)
+    size = LET_IN // 4
+    for first in (1, 6):
+        oplog.take_none("the disk is nearly full", 3600.0)
+        for seq in range(first, first + 4):
+            assert admit(oplog, seq, size), "the call at 1000 waits for it"
+            oplog.commit(lease, seq, OK)
+        with pytest.raises(Unavailable):
+            admit(oplog, first + 4, size)
+        client.delete(keys.SHORTAGE)
+        assert admit(oplog, first + 4, size), "there is room again"
+        oplog.commit(lease, first + 4, OK)
 
 
 def test_a_refused_call_stores_nothing_without_room_and_no_step_runs_on_part_of_its_gradients(
