@@ -239,9 +239,12 @@ def build(case: str, folder: Path, **shape: Any) -> Path:
 
 def save(config: Any, folder: Path) -> Path:
     """Saves a random model of this configuration in `folder`."""
-    auto = auto_class(type(config))
+    random_model(config).save_pretrained(folder)
+    return folder
+
+
+def random_model(config: Any) -> Any:
+    """A random model of this configuration."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = auto.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-    return folder
+        return auto_class(type(config)).from_config(config, dtype=torch.float32)

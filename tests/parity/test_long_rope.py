@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,14 +86,19 @@ def test_a_context_of_the_original_length_has_the_short_frequencies(base: Path) 
 def test_a_family_that_scales_by_the_length_of_a_call_takes_the_scale_of_the_context(
     context: int, tmp_path: Path
 ) -> None:
-    rope = {**_ROPE, "short_mscale": 1.1, "long_mscale": 1.5}
-    base = architectures.build("phimoe", tmp_path, head_dim=32, hidden_size=128, rope_parameters=rope)
-    trainer = opened(base, context)
-    (alone,) = forward(trainer, "m", [SHORT])
-    beside, _ = forward(trainer, "m", [SHORT, LONG[: max(context, ORIGINAL)]])
+    def built(name: str, **rope: Any) -> Path:
+        shape = {"head_dim": 32, "hidden_size": 128, "rope_parameters": {**_ROPE, **rope}}
+        return architectures.build("phimoe", tmp_path / name, **shape)
+
+    base = built("base", short_mscale=1.1, long_mscale=1.5)
+    (alone,) = forward(trainer := opened(base, context), "m", [SHORT])
+    beside, _ = forward(trainer, "m", [SHORT, LONG[:context]])
     np.testing.assert_allclose(beside, alone, atol=1e-5)
-    is_short = np.allclose(alone, of_transformers(base, SHORT), atol=1e-5)
-    assert is_short == (context == ORIGINAL)
+    # transformers takes the short factors in every call.
+    factors = _ROPE["short_factor" if context == ORIGINAL else "long_factor"]
+    scale = 1.1 if context == ORIGINAL else 1.5
+    wanted = built("wanted", short_factor=factors, short_mscale=scale, long_mscale=scale)
+    np.testing.assert_allclose(alone, of_transformers(wanted, SHORT), atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["transformers", "vllm"])

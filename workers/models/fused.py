@@ -76,10 +76,13 @@ def fuse(model: Any) -> bool:
     try:
         apply_liger_kernel(model, kernels)
     except ImportError as error:
+        vars(module).update(before)
         log.warning("%s: liger-kernel does not go with this transformers (%s)", _NO_KERNELS, error)
         return False
-    finally:
+    except BaseException:
         _restore(vars(module), before)
+        raise
+    _restore(vars(module), before)
     return True
 
 

@@ -95,18 +95,32 @@ def test_an_architecture_that_is_not_listed_is_trained_if_it_is_causal(
     assert trainer(case, dtype, tmp_path, full=full).open().name == "q"
 
 
-def test_memory_that_runs_out_in_the_trial_of_an_architecture_refuses_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("Connection reset by peer")])
+def test_a_failure_of_the_machine_in_the_trial_of_an_architecture_refuses_no_model(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run_out(*_: object) -> None:
-        raise torch.OutOfMemoryError
+    def fail(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr(HiddenStates, "_run", run_out)
-    with pytest.raises(torch.OutOfMemoryError):
+    monkeypatch.setattr(HiddenStates, "_run", fail)
+    with pytest.raises(type(error)) as raised:
         trainer("gpt-neox", "float32", tmp_path, full=True).open()
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_encoder_is_refused_whatever_offset_its_logits_share(dtype: str, tmp_path: Path) -> None:
+    model = architectures.random_model(architectures.config_of("bert"))
+    torch.nn.init.constant_(model.cls.predictions.bias, -7.0)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnservableModel, match="attends to later tokens"):
+        opening(tmp_path, dtype, full=True).open()
 
 
 def trainer(case: str, dtype: str, folder: Path, *, full: bool) -> Trainer:
-    base = architectures.build(case, folder)
+    return opening(architectures.build(case, folder), dtype, full=full)
+
+
+def opening(base: Path, dtype: str, *, full: bool) -> Trainer:
     settings = BaseModelSettings(name="q", path=str(base), dtype=dtype, trainer={"backend": "torch"})
     return backends.create(settings, full=full)
