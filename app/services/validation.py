@@ -25,7 +25,7 @@ POLICY, CRITIC = "policy", "critic"
 FORMATS = ("peft", "huggingface")
 METADATA_KEY = "export_format"
 
-_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
 def check_lora(lora: LoraSpec, max_rank: int, info: BaseModelInfo) -> None:
@@ -100,13 +100,13 @@ def check_optimizer_params(params: Mapping[str, Any] | None) -> None:
 
 
 def check_adam(params: AdamParams) -> None:
-    """Requires finite settings in the ranges of torch.optim.AdamW. An eps of zero would divide by zero on a zero
-    gradient."""
-    in_range("adam_params.learning_rate", params.learning_rate, 0)
+    """Requires settings in the ranges of torch.optim.AdamW, as far as fp32 has them: the optimizer computes in it. An
+    eps of zero would divide by zero on a zero gradient."""
+    in_range("adam_params.learning_rate", params.learning_rate, 0, _LARGEST)
     in_range("adam_params.beta1", params.beta1, 0, 1, open_ends=")")
     in_range("adam_params.beta2", params.beta2, 0, 1, open_ends=")")
-    in_range("adam_params.eps", params.eps, 0, open_ends="(")
-    in_range("adam_params.weight_decay", params.weight_decay, 0)
+    in_range("adam_params.eps", params.eps, _SMALLEST)
+    in_range("adam_params.weight_decay", params.weight_decay, 0, _LARGEST)
     in_range("adam_params.grad_clip_norm", params.grad_clip_norm, 0)
 
 

@@ -267,7 +267,10 @@ def test_a_malformed_batch_is_refused(api: Api, spoil: Any, word: str) -> None:
 BAD_STEPS: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "negative rate": ({"adam_params": {"learning_rate": -1.0}}, 400, ["learning_rate", "-1.0"]),
     "beta1 of 1": ({"adam_params": {"beta1": 1.0}}, 400, ["beta1", "1.0", "below 1"]),
-    "zero eps": ({"adam_params": {"eps": 0.0}}, 400, ["eps", "above 0"]),
+    "zero eps": ({"adam_params": {"eps": 0.0}}, 400, ["eps", "at least 1.17"]),
+    "an eps that is zero in fp32": ({"adam_params": {"eps": 1e-50}}, 400, ["eps", "at least 1.17"]),
+    "a rate beyond fp32": ({"adam_params": {"learning_rate": 1e39}}, 400, ["learning_rate", "at most 3.4"]),
+    "a decay beyond fp32": ({"adam_params": {"weight_decay": 1e300}}, 400, ["weight_decay", "at most 3.4"]),
     "nan decay": ({"adam_params": {"weight_decay": math.nan}}, 422, ["weight_decay"]),
     "text rate": ({"adam_params": {"learning_rate": "fast"}}, 422, ["adam_params.learning_rate", "'fast'"]),
     "unknown field": ({"adam_params": {"learning_rat": 0.1}}, 422, ["adam_params.learning_rat", "correct its name"]),

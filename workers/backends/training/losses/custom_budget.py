@@ -36,6 +36,7 @@ _NO_LARGER_NAMES = """
     triu var zeros_like
 """
 _NO_LARGER = frozenset(getattr(_ATEN, name) for name in _NO_LARGER_NAMES.split())
+_DIVISIONS = frozenset({_ATEN.div, _ATEN.div_})
 _PRODUCTS = frozenset({_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm})
 
 # Cost of an element of pointwise operations that take more than 3 ns an element: of fp32 and narrower types, of fp64,
@@ -73,7 +74,7 @@ class LimitReached(Exception):
 class Budget(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts every torch operation of one datum, autograd's included, before it runs; a view, which allocates nothing,
     after it. An operation raises LimitReached over the budget, and TypeError for `out` and, in version 2, for complex
-    numbers.
+    numbers. It raises OverflowError for a quotient of integers that is too large for them.
 
     `measured`: it uses the costs of version 2. Version 1, of losses journalled before, has one cost for all pointwise
     operations, 8 bytes for each element, and takes complex numbers.
@@ -94,6 +95,8 @@ class Budget(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         if self._measured and any(tensor.is_complex() for tensor in inputs):
             raise TypeError("complex tensors are not allowed")
+        if func.overloadpacket in _DIVISIONS and given.get("rounding_mode") == "trunc":
+            _check_quotient(args[0], args[1])
         made = foretold(func, args, given, inputs)
         width = _result_width(func, given, inputs) if self._measured else _WIDEST
         self._spend(made * width, work(func, inputs, made, measured=self._measured))
@@ -122,11 +125,23 @@ def foretold(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], i
         return 0
     if torch.Tag.pointwise in func.tags and inputs:
         return prod(torch.broadcast_shapes(*(tensor.shape for tensor in inputs)))  # type: ignore[no-untyped-call]
-    if func.overloadpacket in _NO_LARGER:
+    if func.overloadpacket in _NO_LARGER and all(
+        tensor.numel() for tensor in inputs
+    ):  # a sum over no rows has elements
         return len(func._schema.returns) * _elements(inputs)
     if func is _ATEN.nonzero.default:
         return inputs[0].numel() * inputs[0].dim()
     return _elements(_tensors((_on_meta(func, args, kwargs),)))
+
+
+def _check_quotient(dividend: Any, divisor: Any) -> None:
+    """Raises OverflowError for the least integer divided by -1: x86 processors end the process for it."""
+    dtype = torch.result_type(dividend, divisor)
+    if dtype.is_floating_point or dtype is torch.bool:
+        return
+    above, below = (torch.as_tensor(number).to(dtype) for number in (dividend, divisor))
+    if ((above == torch.iinfo(dtype).min) & (below == -1)).any():
+        raise OverflowError(f"the least {dtype} divided by -1 is too large for it")
 
 
 def work(func: OpOverload, inputs: Sequence[Tensor], made: int, *, measured: bool = True) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from app.domain.losses import CustomLoss
@@ -56,6 +57,14 @@ BOMBS: dict[str, list[dict[str, Any]]] = {
         node("v", "unsqueeze", {"ref": "f"}, 0, method=True),
         node("a", "operator.matmul", {"ref": "u"}, {"ref": "v"}),
     ],
+    "a sum over no rows": [
+        node("z", "new_zeros", L, {"tuple": [0, HUGE]}, method=True),
+        node("a", "torch.sum", {"ref": "z"}, 0),
+    ],
+    "all of no rows": [
+        node("z", "new_zeros", L, {"tuple": [0, HUGE]}, method=True),
+        node("a", "torch.all", {"ref": "z"}, 0),
+    ],
     "index": [
         long_row,
         node("z", "torch.zeros_like", {"ref": "long"}),
@@ -100,6 +109,24 @@ def test_what_would_not_fit_is_refused_before_it_is_made(case: str) -> None:
 def test_what_python_would_let_grow_is_refused(case: str) -> None:
     with pytest.raises(UserOpError, match=r"TypeError|OverflowError|RuntimeError"):
         run(graph(*RUNAWAYS[case]), INPUTS).differentiate(0, LOGPROBS)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64"])
+@pytest.mark.parametrize("divisor", [-1, 2**63 - 1])
+@pytest.mark.parametrize("is_method", [True, False])
+def test_a_quotient_that_would_end_the_process_is_refused(dtype: str, divisor: int, is_method: bool) -> None:
+    """A large divisor becomes -1 in narrower integers."""
+    least = torch.iinfo(getattr(torch, dtype)).min
+    row = node("n", "new_full", L, {"tuple": [2]}, least, method=True)
+    row["kwargs"] = {"dtype": {"dtype": dtype}}
+    quotient = node("a", "div" if is_method else "torch.div", {"ref": "n"}, divisor, method=is_method)
+    quotient["kwargs"] = {"rounding_mode": "trunc"}
+    loss = run(graph(row, quotient), INPUTS)
+    if divisor == -1 or dtype != "int64":
+        with pytest.raises(UserOpError, match=r"node a .*OverflowError: the least torch.int"):
+            loss.differentiate(0, LOGPROBS)
+    else:
+        loss.differentiate(0, LOGPROBS)
 
 
 def peak_bytes() -> int:
