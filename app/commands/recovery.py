@@ -16,7 +16,7 @@ from app.stack import checks
 from app.stack.arguments import without_secrets
 from app.stack.config import Options
 from app.stack.terminal import show
-from app.stores.objects import create
+from app.stores.objects import create, folder_of
 from app.stores.objects.base import ObjectStore, whole_file
 from app.stores.pages import PageFiles
 from app.stores.redis.client import connect
@@ -86,19 +86,35 @@ def report(restored: Restored, accounts: int, refilled: int) -> Iterator[str]:
 
 
 def backup(options: Options, file: Path) -> int:
-    """Writes a backup to a new file that only its owner can read. Raises SetupError, also for a damaged object, or
-    Unavailable when the store is away."""
+    """Writes a backup to a new file that only its owner can read. It needs the object store alone.
+
+    Raises SetupError, also for a damaged object and for a store without accounts, or Unavailable when the store is
+    away.
+    """
     settings = settings_of(options)
     if file.exists():
         raise SetupError(f"{file} already exists: name a new file")
+    folder = folder_of(settings)
+    if folder is not None and not folder.is_dir():
+        raise _nothing_in(settings)
     objects = create(settings)
     try:
         with whole_file(file) as target:
             written = [target.write(line.encode() + b"\n") for line in recovery.backup_lines(objects)]
+            count = len(written) - 2  # without the head and the last line
+            if not count:
+                raise _nothing_in(settings)
     except OSError as error:
         raise SetupError(f"cannot write {file}: {error.strerror}") from None
-    show(f"wrote {len(written) - 2} objects of {store_name(settings)} to {file}")
+    show(f"wrote {count} objects of {store_name(settings)} to {file}")
     return 0
+
+
+def _nothing_in(settings: Settings) -> SetupError:
+    return SetupError(
+        f"no accounts, usage or audit entries are in {store_name(settings)}, so there is nothing to back up; are "
+        "--data-dir and --s3 right?"
+    )
 
 
 def restore(options: Options, file: Path) -> int:

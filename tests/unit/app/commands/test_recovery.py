@@ -85,6 +85,20 @@ def test_a_backup_that_is_restored_brings_back_what_a_project_spent_this_month(
     assert "refilled this month's spending of 1 projects" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_backup_of_a_store_without_accounts_is_refused(
+    there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    if there:
+        (tmp_path / "objects").mkdir()
+    file = tmp_path / "file"
+    assert cli.main(["backup", str(file), "--data-dir", str(tmp_path), "--redis", "redis://127.0.0.1:1/0"]) == 2
+    said = capsys.readouterr().err
+    assert f"are in {tmp_path / 'objects'}" in said and "are --data-dir and --s3 right?" in said
+    assert not file.exists()
+    assert (tmp_path / "objects").exists() == there
+
+
 def test_without_a_server_given_it_is_the_stack_that_runs_on_the_folder(
     client: redis.Redis, valkey: str, tmp_path: Path
 ):
