@@ -137,7 +137,7 @@ def _add_logs(commands: argparse._SubParsersAction[_Parser]) -> None:
         allow_abbrev=False,
     )
     logs.set_defaults(run=_logs, parser=logs)
-    logs.add_argument("request_id", metavar="REQUEST_ID", help="the id of the call's future, such as RUN:7")
+    logs.add_argument("request_id", metavar="REQUEST_ID", help="the id of the future, such as SESSION:train:0:7")
     options.add_json_option(logs)
     options.add_stack_options(logs)
 

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime
 
-from app.commands.connection import account_service, reached, settings_of
+from app.commands.connection import account_service, check_state_server, reached, settings_of
 from app.domain.accounts import Key, Organisation, Project, User
 from app.domain.limits import NAMES
 from app.domain.prices import total
@@ -18,7 +18,6 @@ from app.services.tenants.audit import AuditService
 from app.services.tenants.spending import hours_of
 from app.services.tenants.usage import UsageService
 from app.services.views import day_text
-from app.stack import checks
 from app.stack.config import Options
 from app.stack.terminal import row, show
 from app.stores.objects import create
@@ -33,7 +32,7 @@ Action = Callable[[AccountService, Namespace], Iterator[str]]
 def run(options: Options, action: str, asked: Namespace) -> int:
     """Runs one action. Raises SetupError when the action cannot be done as asked, Unavailable when a store is away."""
     settings = settings_of(options)
-    checks.state_server(settings.redis.url)
+    check_state_server(settings)
     accounts = account_service(settings, create(settings, may_be_away=True))
     try:
         with reached(settings):
@@ -158,7 +157,7 @@ def show_audit(options: Options, scope: str, day: date | None) -> int:
     """Prints the audit log of a project or organisation for one day (UTC; None: today). Raises SetupError, or
     Unavailable when a store is away."""
     settings = settings_of(options)
-    checks.state_server(settings.redis.url)
+    check_state_server(settings)
     client, objects = connect(settings.redis.url), create(settings)
     records = RedisRecords(client, settings.engine)
     log = AuditService(UsageLedger(RedisPages(client, settings.engine), PageFiles(objects)), records)
@@ -173,7 +172,7 @@ def show_usage(options: Options, project: str, month: date | None) -> int:
     """Prints the usage and cost of each run of a project in one month (UTC; None: this month), and the sum of the
     costs. Raises SetupError, or Unavailable when a store is away."""
     settings = settings_of(options)
-    checks.state_server(settings.redis.url)
+    check_state_server(settings)
     client, objects = connect(settings.redis.url), create(settings)
     records = RedisRecords(client, settings.engine)
     ledger = UsageLedger(RedisPages(client, settings.engine), PageFiles(objects))

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from app.commands.connection import account_service, reached, settings_of, store_name
+from app.commands.connection import account_service, check_state_server, reached, settings_of, store_name
 from app.errors import BadRequest, SetupError
 from app.services import recovery
 from app.services.recovery import Rebuild, Restored
 from app.services.tenants import spending
 from app.settings import Settings
-from app.stack import checks
 from app.stack.arguments import without_secrets
 from app.stack.config import Options
 from app.stack.terminal import show
@@ -38,7 +37,7 @@ def rebuild(options: Options) -> int:
     """Rebuilds the state server's records. Raises SetupError when a server cannot be reached, Unavailable when one
     fails during the work."""
     settings = settings_of(options)
-    checks.state_server(settings.redis.url)
+    check_state_server(settings)
     objects = create(settings)
     state = without_secrets(settings.redis.url)
     show(f"from the object store {store_name(settings)} into the state server {state}")
@@ -121,7 +120,7 @@ def restore(options: Options, file: Path) -> int:
     """Restores a backup. Raises SetupError for a file that is not a complete backup; then nothing has changed. Raises
     Unavailable when a store is away; then the command can be run again."""
     settings = settings_of(options)
-    checks.state_server(settings.redis.url)
+    check_state_server(settings)
     objects = create(settings)
     try:
         with file.open(encoding="utf-8") as text:

@@ -190,8 +190,8 @@ def _reach(url: str, connect_to: Callable[[str], redis.Redis]) -> None:
         raise SetupError(f"cannot use Redis at {without_secrets(url)}: {error}") from None
     except (redis.RedisError, ValueError) as error:
         raise SetupError(
-            f"cannot use Redis at {without_secrets(url)}: {error}; start it or correct --redis, or leave --redis out "
-            "for an embedded server"
+            f"cannot use Redis at {without_secrets(url)}: {error}; start it, or correct its URL (--redis, or [redis] "
+            "in the settings); without a URL, `tinsmith up` starts an embedded server"
         ) from None
 
 

@@ -48,7 +48,7 @@ def run(*arguments: str) -> int:
         (("rebuild", "--port", "1"), "tinsmith rebuild: unknown option or argument '--port'"),
         (("rebuild",), "no stack has run on tinsmith-data: start `tinsmith up` on it first, or name the state server"),
         (("rebuild", "--redis", "redis://:secret@127.0.0.1:1/0"), "cannot use Redis at redis://127.0.0.1:1/0"),
-        (("rebuild", "--redis", "127.0.0.1:1"), "Redis URL must specify one of the following schemes"),
+        (("rebuild", "--redis", "127.0.0.1:1"), "command line: redis.url: give the URL of a Redis server"),
         (("rebuild", "--redis", "redis+sentinel://:secret@127.0.0.1:1/s"), "redis.broker_url: the broker is one Redis"),
         (("up", "--host", "203.0.113.1"), "cannot listen on 203.0.113.1:0: Cannot assign requested address"),
     ],
@@ -136,8 +136,9 @@ def test_one_mistake_of_a_config_file_is_one_line(text, said, tmp_path, capsys):
 
 @pytest.mark.parametrize("text", ["redis = 5", "api_keys = 5", "store = ['s']"])
 def test_a_secret_from_the_environment_does_not_hide_that_its_section_is_wrong(text, tmp_path, monkeypatch, capsys):
-    for variable in ("TINSMITH_REDIS_URL", "TINSMITH_S3_SECRET_KEY", "TINSMITH_API_KEY"):
-        monkeypatch.setenv(variable, "tml-hunter2")
+    monkeypatch.setenv("TINSMITH_REDIS_URL", "redis://:hunter2@127.0.0.1:1/0")
+    for variable in ("TINSMITH_S3_SECRET_KEY", "TINSMITH_API_KEY"):
+        monkeypatch.setenv(variable, "tml-hunter2-hunter2")
     config = tmp_path / "tinsmith.toml"
     config.write_text(text)
     assert run("up", "--config", str(config)) == 2

@@ -123,7 +123,7 @@ def test_json_is_one_document_with_every_finding(tinsmith: Doctor) -> None:
     states = [each["state"] for each in found["checks"]]
     assert (code, found["wrong"], found["warnings"]) == (1, 1, 0) == (1, states.count(WRONG), states.count(WARNING))
     wrong = next(each for each in found["checks"] if each["state"] == WRONG)
-    assert wrong["check"] == "state server" and "start it or correct --redis" in wrong["text"]
+    assert wrong["check"] == "state server" and "start it, or correct its URL (--redis" in wrong["text"]
 
 
 def test_settings_with_a_mistake_are_a_finding_beside_those_of_the_machine(tinsmith: Doctor) -> None:
