@@ -33,6 +33,8 @@ TINSMITH_S3_ACCESS_KEY, TINSMITH_S3_SECRET_KEY, TINSMITH_URL_SECRET, TINSMITH_CA
 the same data dir brings everything back.
 """
 
+_LAST_PORT = 65_535
+
 
 class _Parser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line, without printing the usage first."""
@@ -214,7 +216,7 @@ def _add_flower(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     flower.set_defaults(run=_flower, parser=flower)
     flower.add_argument("--address", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    flower.add_argument("--port", type=int, default=5555, help="port to listen on (default 5555)")
+    flower.add_argument("--port", type=_port, default=5555, help="port to listen on (default 5555)")
     options.add_folder_options(flower)
 
 
@@ -289,6 +291,12 @@ def _count(text: str, least: int = 1) -> int:
 
 def _from_0(text: str) -> int:
     return _count(text, 0)
+
+
+def _port(text: str) -> int:
+    if (port := _from_0(text)) > _LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is above {_LAST_PORT}, the last port")
+    return port
 
 
 def _up(arguments: argparse.Namespace) -> int:

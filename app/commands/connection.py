@@ -34,8 +34,8 @@ def settings_of(options: Options) -> Settings:
     written = _written(settings)
     if not written.exists():
         raise SetupError(
-            f"no stack has run on {settings.data_dir}: start `tinsmith up` on it first, or name the state server "
-            "with --redis"
+            f"no stack has run on {settings.data_dir}: start `tinsmith up` on it first, or name the state server in a "
+            "file with --config"
         )
     if options.s3 is None:
         return settings_module.load(written, {})
