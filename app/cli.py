@@ -2,12 +2,15 @@
 runs.
 
 Exit codes: 0 done or stopped; 1 a process kept failing, `doctor` found something wrong, or there is no such call or
-session; 2 something must be changed first (one line on stderr names it); 130 Ctrl-C broke the command off.
+session; 2 something must be changed first (one line on stderr names it); 130 Ctrl-C broke the command off; 141 nothing
+reads the output any more.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -63,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush at the end
+        return 128 + signal.SIGPIPE
 
 
 def _fail(error: TinsmithError, code: int) -> int:

@@ -81,7 +81,8 @@ def report(restored: Restored, accounts: int, refilled: int) -> Iterator[str]:
     if restored.expired:
         yield f"{restored.expired} checkpoints have expired"
     yield from (f"damaged, not restored: {prefix}" for prefix in restored.damaged)
-    yield from _LOST.split("\n")
+    if restored.runs or restored.ended or restored.checkpoints or restored.set_back or accounts:
+        yield from _LOST.split("\n")
 
 
 def backup(options: Options, file: Path) -> int:
@@ -127,7 +128,9 @@ def restore(options: Options, file: Path) -> int:
             count = recovery.check_backup(text)
         with file.open(encoding="utf-8") as text:
             restored = recovery.restore_backup(text, objects)
-    except (OSError, UnicodeDecodeError, BadRequest) as error:
+    except OSError as error:
+        raise SetupError(f"cannot restore {file}: {error.strerror}") from None
+    except (UnicodeDecodeError, BadRequest) as error:
         raise SetupError(f"cannot restore {file}: {error}") from None
     show(f"of {count} objects {restored} were missing in {store_name(settings)}")
     with reached(settings):

@@ -68,15 +68,15 @@ def kept_port(last: int, taken: Collection[int]) -> int:
 def model_path(base: BaseModelSettings) -> None:
     """Checks that the path is a folder with a config.json, or may be a hub id."""
     folder = Path(base.path).expanduser()
-    if folder.is_dir():
+    if base.path and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise SetupError(
                 f"base model {base.name!r}: {folder} has no config.json; give a folder in Hugging Face format"
             )
     elif base.path.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(base.path):
         raise SetupError(
-            f"base model {base.name!r}: there is no folder {base.path!r}; give --base-model NAME=PATH an existing "
-            "folder, or a Hugging Face hub id such as Qwen/Qwen3-0.6B"
+            f"base model {base.name!r}: there is no folder {base.path!r}; give an existing folder, or a Hugging "
+            "Face hub id such as Qwen/Qwen3-0.6B"
         )
 
 
@@ -231,8 +231,17 @@ def ports(settings: Settings) -> None:
                 given[port] = setting
 
 
+def any_worker(settings: Settings) -> None:
+    """Checks that there is a worker, if there are base models."""
+    if settings.base_models and not any(one.count for base in settings.base_models for one in base.workers.values()):
+        raise SetupError(
+            "no base model has a worker: set --trainers or --samplers, or a count in the settings, to at least 1"
+        )
+
+
 def everything(settings: Settings) -> None:
     """Runs all checks that need no port and no model file."""
+    any_worker(settings)
     tenants.check(settings)
     tracing(settings)
     for base in settings.base_models:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -36,6 +37,12 @@ def run(*arguments: str) -> int:
         (("up", "--base-model", "name"), "'name' is not NAME=PATH_OR_HUB_ID"),
         (("up", "--api-key", "secret"), "--api-key must start with 'tml-'"),
         (("up", "--config", "/no/such.toml"), "cannot read the config file /no/such.toml: No such file or directory"),
+        (
+            ("up", "--base-model", "m=o/m", "--trainers", "0", "--samplers", "0"),
+            "no base model has a worker: set --train",
+        ),
+        (("init", "--model", "/no/such"), "there is no folder '/no/such'; give an existing folder, or a Hugging Face"),
+        (("models", "add", ""), "base model '': there is no folder ''; give an existing folder, or a Hugging Face"),
         (("up", "--base-model", "m=/no/such"), "base model 'm': there is no folder '/no/such'"),
         (("up", "--base-model", "m=o/m", "--trainer", "torch", "--ranks", "2"), "use --ranks 1 or --trainer deepspeed"),
         (
@@ -61,6 +68,15 @@ def test_what_cannot_work_is_one_line_with_the_remedy_and_exit_code_2(arguments,
     assert output.out == ""
     assert said in output.err
     assert len(output.err.splitlines()) == 1
+
+
+def test_output_that_nothing_reads_is_no_traceback():
+    unread, output = os.pipe()
+    os.close(unread)
+    command = [sys.executable, "-m", "app.cli", "completion", "zsh"]
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(output)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 WRONG = """
