@@ -2,12 +2,15 @@
 runs.
 
 Exit codes: 0 done or stopped; 1 a process kept failing, `doctor` found something wrong, or there is no such call or
-session; 2 something must be changed first (one line on stderr names it); 130 Ctrl-C broke the command off.
+session; 2 something must be changed first (one line on stderr names it); 130 Ctrl-C broke the command off; 141 nothing
+reads the output any more.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +35,8 @@ Secrets can come from the environment: TINSMITH_API_KEY, TINSMITH_OPERATOR_KEY, 
 TINSMITH_S3_ACCESS_KEY, TINSMITH_S3_SECRET_KEY, TINSMITH_URL_SECRET, TINSMITH_CAPTURE_SECRET. Ctrl-C stops everything;
 the same data dir brings everything back.
 """
+
+_LAST_PORT = 65_535
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to flush at the end
+        return 128 + signal.SIGPIPE
 
 
 def _fail(error: TinsmithError, code: int) -> int:
@@ -137,7 +145,7 @@ def _add_logs(commands: argparse._SubParsersAction[_Parser]) -> None:
         allow_abbrev=False,
     )
     logs.set_defaults(run=_logs, parser=logs)
-    logs.add_argument("request_id", metavar="REQUEST_ID", help="the id of the call's future, such as RUN:7")
+    logs.add_argument("request_id", metavar="REQUEST_ID", help="the id of the future, such as SESSION:train:0:7")
     options.add_json_option(logs)
     options.add_stack_options(logs)
 
@@ -214,7 +222,7 @@ def _add_flower(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     flower.set_defaults(run=_flower, parser=flower)
     flower.add_argument("--address", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    flower.add_argument("--port", type=int, default=5555, help="port to listen on (default 5555)")
+    flower.add_argument("--port", type=_port, default=5555, help="port to listen on (default 5555)")
     options.add_folder_options(flower)
 
 
@@ -289,6 +297,12 @@ def _count(text: str, least: int = 1) -> int:
 
 def _from_0(text: str) -> int:
     return _count(text, 0)
+
+
+def _port(text: str) -> int:
+    if (port := _from_0(text)) > _LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is above {_LAST_PORT}, the last port")
+    return port
 
 
 def _up(arguments: argparse.Namespace) -> int:

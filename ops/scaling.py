@@ -359,3 +359,4 @@ def written(page: Path) -> str:
 if __name__ == "__main__":
     for path in PAGES:
         path.write_text(written(path))
+        print(f"wrote {path}")

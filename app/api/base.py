@@ -21,7 +21,7 @@ from webargs.flaskparser import FlaskParser, is_json_request
 from werkzeug.datastructures import Headers
 
 from app.domain.accounts import Caller, Scope
-from app.errors import Forbidden, Unauthorized, Unavailable
+from app.errors import BadRequest, Forbidden, Unauthorized, Unavailable
 from app.ids import MAX_SEQ
 from app.services.container import Services
 from app.settings import Settings
@@ -73,7 +73,15 @@ class JsonParser(FlaskParser):
     DEFAULT_UNKNOWN_BY_LOCATION = FlaskParser.DEFAULT_UNKNOWN_BY_LOCATION | {"query": None}
 
     def _raw_load_json(self, req: Request) -> Any:
-        return json_content() if is_json_request(req) else core.missing
+        """The body's JSON. Raises BadRequest for a body of another type, which Flask would read as no body."""
+        if is_json_request(req):
+            return json_content()
+        if req.content_length or "Transfer-Encoding" in req.headers:
+            raise BadRequest(
+                f"the body has the Content-Type {req.mimetype[:100]!r}; this call takes JSON, so send the header "
+                "Content-Type: application/json"
+            )
+        return core.missing
 
 
 def json_content() -> Any:

@@ -6,22 +6,26 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, date, datetime
 
-from app.commands.connection import account_service, reached, settings_of
+from app.commands.connection import account_service, check_state_server, reached, settings_of
 from app.domain.accounts import Key, Organisation, Project, User
 from app.domain.limits import NAMES
 from app.domain.prices import total
 from app.errors import BadRequest, NotFound, SetupError
+from app.services.tenants.access import project_of
 from app.services.tenants.accounts import AccountService
 from app.services.tenants.audit import AuditService
 from app.services.tenants.spending import hours_of
 from app.services.tenants.usage import UsageService
 from app.services.views import day_text
-from app.stack import checks
+from app.settings import Settings
 from app.stack.config import Options
 from app.stack.terminal import row, show
 from app.stores.objects import create
+from app.stores.objects.accounts import AccountFiles
+from app.stores.objects.base import ObjectStore
 from app.stores.pages import PageFiles
 from app.stores.redis.client import connect
 from app.stores.redis.pages import RedisPages, UsageLedger
@@ -33,7 +37,7 @@ Action = Callable[[AccountService, Namespace], Iterator[str]]
 def run(options: Options, action: str, asked: Namespace) -> int:
     """Runs one action. Raises SetupError when the action cannot be done as asked, Unavailable when a store is away."""
     settings = settings_of(options)
-    checks.state_server(settings.redis.url)
+    check_state_server(settings)
     accounts = account_service(settings, create(settings, may_be_away=True))
     try:
         with reached(settings):
@@ -111,7 +115,10 @@ def _set_limits(accounts: AccountService, asked: Namespace) -> Iterator[str]:
     said = {name: getattr(asked, name) for name in NAMES if hasattr(asked, name)}
     default = {name for name, value in said.items() if value == "default"}
     limits = {name: value for name, value in said.items() if name not in default}
-    yield _limits(accounts.set_limits(asked.id, limits, default=default))
+    try:
+        yield _limits(accounts.set_limits(asked.id, limits, default=default))
+    except NotFound:
+        raise NotFound(f"there is no project or key {asked.id!r}") from None
 
 
 def _list_limits(accounts: AccountService, _: Namespace) -> Iterator[str]:
@@ -158,13 +165,16 @@ def show_audit(options: Options, scope: str, day: date | None) -> int:
     """Prints the audit log of a project or organisation for one day (UTC; None: today). Raises SetupError, or
     Unavailable when a store is away."""
     settings = settings_of(options)
-    checks.state_server(settings.redis.url)
+    check_state_server(settings)
     client, objects = connect(settings.redis.url), create(settings)
     records = RedisRecords(client, settings.engine)
     log = AuditService(UsageLedger(RedisPages(client, settings.engine), PageFiles(objects)), records)
     with reached(settings):
         asked = day or datetime.fromtimestamp(records.now(), UTC).date()
-        for entry in log.of([scope], "all", asked):
+        entries = list(log.of([scope], "all", asked))
+        if not entries:
+            _check_known(settings, objects, "audit", scope, Project, Organisation)
+        for entry in entries:
             show(row(entry["timestamp"], entry["event"], json.dumps(entry["event_details"])))
     return 0
 
@@ -173,13 +183,15 @@ def show_usage(options: Options, project: str, month: date | None) -> int:
     """Prints the usage and cost of each run of a project in one month (UTC; None: this month), and the sum of the
     costs. Raises SetupError, or Unavailable when a store is away."""
     settings = settings_of(options)
-    checks.state_server(settings.redis.url)
+    check_state_server(settings)
     client, objects = connect(settings.redis.url), create(settings)
     records = RedisRecords(client, settings.engine)
     ledger = UsageLedger(RedisPages(client, settings.engine), PageFiles(objects))
     with reached(settings):
         first = month or datetime.fromtimestamp(records.now(), UTC).date().replace(day=1)
         rows = UsageService(ledger, records, settings.prices_of).by_run([project], hours_of(first))
+        if not rows:
+            _check_known(settings, objects, "usage", project, Project)
     show(row("run", "base model", "trained", "prefilled", "cached", "sampled", "device s", "GB-hours", "US dollars"))
     for one in rows:
         amounts = (f"{one[f'{kind}_tokens']}" for kind in ("training", "prefill", "cached_prefill", "sampled"))
@@ -187,6 +199,19 @@ def show_usage(options: Options, project: str, month: date | None) -> int:
         show(row(one["run_id"] or "-", one["base_model"], *amounts, *measured, _dollars(one["estimated_cost_usd"])))
     show(row("total", *[""] * 7, _dollars(total([one["estimated_cost_usd"] for one in rows]))))
     return 0
+
+
+def _check_known(
+    settings: Settings, objects: ObjectStore, ledger: str, id_: str, *kinds: type[Project] | type[Organisation]
+) -> None:
+    """Raises SetupError for an id without an account, without pages of the ledger and without a key of the settings."""
+    if id_ in map(project_of, settings.api_keys) or any(objects.list(f"{ledger}/{id_}/")):
+        return
+    for kind in kinds:
+        with suppress(NotFound):
+            AccountFiles(objects).newest(kind, id_)
+            return
+    raise SetupError(f"there is no {' or '.join(kind.__name__.lower() for kind in kinds)} {id_!r}")
 
 
 def _dollars(cost: float | None) -> str:

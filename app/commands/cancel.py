@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import redis
 
 from app import ids
-from app.commands.connection import account_service, reached, settings_of
+from app.commands.connection import account_service, connected, settings_of
 from app.dispatch import Dispatcher, celery_app
 from app.domain.accounts import Project
 from app.domain.records import Model, Session
@@ -24,7 +24,6 @@ from app.stack.terminal import show, visible
 from app.stores.objects import create
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.backlog import RedisBacklog
-from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, load
 
@@ -58,7 +57,7 @@ def cancel(options: Options, target: str, *, sure: bool, as_json: bool) -> int:
     """
     settings = settings_of(options)
     objects = create(settings)
-    with reached(settings), connect(settings.redis.url) as client:
+    with connected(settings) as client:
         cancelling = Cancelling(settings, client, objects)
         found = cancelling.find(target)
         if found.runs or found.sessions:

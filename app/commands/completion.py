@@ -11,7 +11,7 @@ import shtab
 def completion(parser: argparse.ArgumentParser, shell: str) -> int:
     """Prints the script for `parser` and its subcommands."""
     _prepare(parser)
-    print(shtab.complete(parser, shell))
+    print(shtab.complete(parser, shell), flush=True)
     return 0
 
 

@@ -14,7 +14,7 @@ from app import settings as settings_module
 from app.errors import SetupError
 from app.services.tenants.accounts import AccountService
 from app.settings import SETTINGS_VARIABLE, Settings
-from app.stack import config
+from app.stack import checks, config, valkey
 from app.stack.arguments import without_secrets
 from app.stack.config import Options
 from app.stack.data_folder import is_in_use
@@ -34,8 +34,8 @@ def settings_of(options: Options) -> Settings:
     written = _written(settings)
     if not written.exists():
         raise SetupError(
-            f"no stack has run on {settings.data_dir}: start `tinsmith up` on it first, or name the state server "
-            "with --redis"
+            f"no stack has run on {settings.data_dir}: start `tinsmith up` on it first, or name the state server in a "
+            "file with --config"
         )
     if options.s3 is None:
         return settings_module.load(written, {})
@@ -54,8 +54,10 @@ def planned(options: Options) -> tuple[Settings, Settings | None]:
 
 def environment(options: Options) -> dict[str, str]:
     """The environment in which another process reads the same settings, for `options` that name no servers. Raises
-    SetupError as `settings_of` does, and where only the environment names a server."""
+    SetupError as `settings_of` does, where only the environment names a server, and where the stack has stopped."""
     running = settings_of(options)
+    if not valkey.answers(running.broker_url):
+        _check_not_stopped(running)
     named = _named(options).config
     if named and settings_module.load(named).redis.url:
         return {**os.environ, SETTINGS_VARIABLE: str(named)}
@@ -81,15 +83,45 @@ def account_service(settings: Settings, objects: ObjectStore) -> AccountService:
     return AccountService(AccountFiles(objects), RedisRecords(connect(settings.redis.url), settings.engine))
 
 
+def check_state_server(settings: Settings) -> None:
+    """Checks that the state server answers and keeps what it acknowledges. Raises SetupError, which names the stack if
+    it has stopped."""
+    try:
+        checks.state_server(settings.redis.url)
+    except SetupError:
+        _check_not_stopped(settings)
+        raise
+
+
+@contextmanager
+def connected(settings: Settings) -> Iterator[redis.Redis]:
+    """A client of the state server, in a context as that of `reached`."""
+    try:
+        client = connect(settings.redis.url)
+    except ValueError as error:
+        raise SetupError(f"cannot use Redis at {without_secrets(settings.redis.url)}: {error}") from None
+    with reached(settings), client:
+        yield client
+
+
 @contextmanager
 def reached(settings: Settings) -> Iterator[None]:
     """A context in which a failure of the state server raises SetupError."""
     try:
         yield
     except redis.RedisError as error:
+        _check_not_stopped(settings)
         raise SetupError(
             f"the state server {without_secrets(settings.redis.url)} failed: {error}; fix it and run this command again"
         ) from None
+
+
+def _check_not_stopped(settings: Settings) -> None:
+    """Raises SetupError if the state server is that of a stack which ran on the data folder and has stopped."""
+    file, folder = _written(settings), settings.data_dir
+    if not file.exists() or is_in_use(folder) or settings_module.load(file, {}).redis.url != settings.redis.url:
+        return
+    raise SetupError(f"the stack on {folder} is not running: start `tinsmith up --data-dir {folder}`")
 
 
 def store_name(settings: Settings) -> str:

@@ -109,8 +109,9 @@ def _guarded(name: str, check: Callable[[], Findings]) -> Findings:
 def _versions(settings: Settings) -> Findings:
     found = {name: text for name in _PACKAGES if (text := _version(name))}
     text = ", ".join(f"{name} {number}" for name, number in {"python": platform.python_version(), **found}.items())
-    needed = [partial(checks.training, base) for base in settings.base_models]
-    yield from _judged("versions", needed or [partial(bundled.check_packages, bundled.PACKAGES)], text)
+    models = [partial(checks.training, base) for base in settings.base_models]
+    needed = models or [partial(bundled.check_packages, bundled.PACKAGES)]
+    yield from _judged("versions", [*needed, partial(checks.tracing, settings)], text)
 
 
 def _version(name: str) -> str:

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from app.commands import connection
 from app.errors import SetupError
+from app.stack import checks
 from app.stack.config import Options
 
 _LOGIN = "FLOWER_BASIC_AUTH"
@@ -20,8 +21,8 @@ COLUMNS = "name,kwargs,state,uuid,received,runtime,retries,worker"
 def flower(options: Options, address: str, port: int) -> NoReturn:
     """Runs Flower in the place of this process.
 
-    Raises SetupError when Flower is not installed, when no stack has run there, and for an address that others reach if
-    there is no login.
+    Raises SetupError when Flower is not installed, when no stack runs there, for an address that others reach if there
+    is no login, for a login of another form, and when the port is not free.
     """
     if find_spec("flower") is None:
         raise SetupError('Flower is not installed; run `pip install "tinsmith[flower]"`')
@@ -29,9 +30,14 @@ def flower(options: Options, address: str, port: int) -> NoReturn:
         raise SetupError(
             f"Flower on {address} would show every call to everybody; set {_LOGIN}=user:password in the environment"
         )
+    login = os.environ.get(_LOGIN)
+    if login and not all(all(one.partition(":")[::2]) for one in login.split(",")):
+        raise SetupError(f"{_LOGIN} must be user:password, or several of them with commas between them")
+    environ = connection.environment(options)
+    port = checks.free_port(address, port, "--address", "--port")
     options_of_flower = (f"--address={address}", f"--port={port}", f"--tasks-columns={COLUMNS}")
     command = [sys.executable, "-m", "celery", "-A", "workers.celery_app", "flower", *options_of_flower]
-    os.execve(sys.executable, command, connection.environment(options))
+    os.execve(sys.executable, command, environ)
 
 
 def _is_loopback(address: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from app import ids
-from app.commands.connection import account_service, reached, settings_of
+from app.commands.connection import account_service, check_state_server, reached, settings_of
 from app.domain.accounts import Project
 from app.domain.adapters import CONFIG_FILE, FILES, TENSORS_FILE
 from app.domain.ops import LoraSpec
@@ -20,7 +20,6 @@ from app.services.tenants.limits import LimitsFinder, QuotaService
 from app.services.tenants.spending import Spending
 from app.services.validation import check_lora
 from app.settings import Settings
-from app.stack import checks
 from app.stack.config import Options
 from app.stack.terminal import show
 from app.stores.objects import create
@@ -37,7 +36,7 @@ def import_folder(options: Options, folder: Path, base_model: str, project: str 
     """Imports the folder and prints the checkpoint's path. Raises SetupError when that cannot be done as asked,
     Unavailable when a store is away or no trainer of the base model is up."""
     settings = settings_of(options)
-    checks.state_server(settings.redis.url)
+    check_state_server(settings)
     objects = create(settings)
     try:
         with reached(settings):

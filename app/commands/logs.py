@@ -17,12 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from app import ids
-from app.commands.connection import reached, settings_of
+from app.commands.connection import connected, settings_of
 from app.errors import TinsmithError
 from app.stack.config import Options
 from app.stack.terminal import show, visible
 from app.stores.redis import keys
-from app.stores.redis.client import connect, read_hash, text_fields
+from app.stores.redis.client import read_hash, text_fields
 
 _OWN_FIELDS = ("time", "level", "logger", "message", "traceback")
 _STAGES = ("waited_s", "run_s", "commit_s")
@@ -68,7 +68,7 @@ def logs(options: Options, request_id: str, *, as_json: bool) -> int:
     """Prints the report of a call. Raises TinsmithError if nothing is known of it."""
     settings = settings_of(options)
     folder = settings.data_dir.expanduser() / "logs"
-    with reached(settings), connect(settings.redis.url) as client:
+    with connected(settings) as client:
         report = read(client, folder, request_id)
     if as_json:
         show(*json.dumps(asdict(report), indent=2).split("\n"))

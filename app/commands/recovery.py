@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from app.commands.connection import account_service, reached, settings_of, store_name
+from app.commands.connection import account_service, check_state_server, reached, settings_of, store_name
 from app.errors import BadRequest, SetupError
 from app.services import recovery
 from app.services.recovery import Rebuild, Restored
 from app.services.tenants import spending
 from app.settings import Settings
-from app.stack import checks
 from app.stack.arguments import without_secrets
 from app.stack.config import Options
 from app.stack.terminal import show
-from app.stores.objects import create
+from app.stores.objects import create, folder_of
 from app.stores.objects.base import ObjectStore, whole_file
 from app.stores.pages import PageFiles
 from app.stores.redis.client import connect
@@ -38,7 +37,7 @@ def rebuild(options: Options) -> int:
     """Rebuilds the state server's records. Raises SetupError when a server cannot be reached, Unavailable when one
     fails during the work."""
     settings = settings_of(options)
-    checks.state_server(settings.redis.url)
+    check_state_server(settings)
     objects = create(settings)
     state = without_secrets(settings.redis.url)
     show(f"from the object store {store_name(settings)} into the state server {state}")
@@ -82,37 +81,56 @@ def report(restored: Restored, accounts: int, refilled: int) -> Iterator[str]:
     if restored.expired:
         yield f"{restored.expired} checkpoints have expired"
     yield from (f"damaged, not restored: {prefix}" for prefix in restored.damaged)
-    yield from _LOST.split("\n")
+    if restored.runs or restored.ended or restored.checkpoints or restored.set_back or accounts:
+        yield from _LOST.split("\n")
 
 
 def backup(options: Options, file: Path) -> int:
-    """Writes a backup to a new file that only its owner can read. Raises SetupError, also for a damaged object, or
-    Unavailable when the store is away."""
+    """Writes a backup to a new file that only its owner can read. It needs the object store alone.
+
+    Raises SetupError, also for a damaged object and for a store without accounts, or Unavailable when the store is
+    away.
+    """
     settings = settings_of(options)
     if file.exists():
         raise SetupError(f"{file} already exists: name a new file")
+    folder = folder_of(settings)
+    if folder is not None and not folder.is_dir():
+        raise _nothing_in(settings)
     objects = create(settings)
     try:
         with whole_file(file) as target:
             written = [target.write(line.encode() + b"\n") for line in recovery.backup_lines(objects)]
+            count = len(written) - 2  # without the head and the last line
+            if not count:
+                raise _nothing_in(settings)
     except OSError as error:
         raise SetupError(f"cannot write {file}: {error.strerror}") from None
-    show(f"wrote {len(written) - 2} objects of {store_name(settings)} to {file}")
+    show(f"wrote {count} objects of {store_name(settings)} to {file}")
     return 0
+
+
+def _nothing_in(settings: Settings) -> SetupError:
+    return SetupError(
+        f"no accounts, usage or audit entries are in {store_name(settings)}, so there is nothing to back up; are "
+        "--data-dir and --s3 right?"
+    )
 
 
 def restore(options: Options, file: Path) -> int:
     """Restores a backup. Raises SetupError for a file that is not a complete backup; then nothing has changed. Raises
     Unavailable when a store is away; then the command can be run again."""
     settings = settings_of(options)
-    checks.state_server(settings.redis.url)
+    check_state_server(settings)
     objects = create(settings)
     try:
         with file.open(encoding="utf-8") as text:
             count = recovery.check_backup(text)
         with file.open(encoding="utf-8") as text:
             restored = recovery.restore_backup(text, objects)
-    except (OSError, UnicodeDecodeError, BadRequest) as error:
+    except OSError as error:
+        raise SetupError(f"cannot restore {file}: {error.strerror}") from None
+    except (UnicodeDecodeError, BadRequest) as error:
         raise SetupError(f"cannot restore {file}: {error}") from None
     show(f"of {count} objects {restored} were missing in {store_name(settings)}")
     with reached(settings):

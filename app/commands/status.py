@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from app.commands.connection import reached, settings_of
+from app.commands.connection import connected, settings_of
 from app.domain.progress import NEWEST_POINTS, described
 from app.domain.records import Model, Worker
 from app.services.views import size_text
@@ -24,7 +24,6 @@ from app.settings import Settings
 from app.stack.config import Options
 from app.stack.terminal import show, visible
 from app.stores.redis.backlog import RedisBacklog
-from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords, load
 
 _MOST_WAITING = 10_000
@@ -88,7 +87,7 @@ class StackState:
 def status(options: Options, *, runs: int, as_json: bool) -> int:
     """Prints the state once."""
     settings = settings_of(options)
-    with reached(settings), connect(settings.redis.url) as client:
+    with connected(settings) as client:
         found = read(client, settings, runs)
     if as_json:
         show(*json.dumps(asdict(found), indent=2).split("\n"))
@@ -101,7 +100,7 @@ def top(options: Options, *, runs: int) -> int:
     """Draws the state every second until it is interrupted."""
     settings = settings_of(options)
     live = Live(console=Console(highlight=False), screen=True, auto_refresh=False)
-    with suppress(KeyboardInterrupt), reached(settings), connect(settings.redis.url) as client, live:
+    with suppress(KeyboardInterrupt), connected(settings) as client, live:
         while True:
             live.update(drawn(read(client, settings, runs)), refresh=True)
             time.sleep(_EVERY_S)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -90,7 +92,7 @@ def print_end(result: Result, data_dir: Path) -> None:
     print(f"\nLoss of an answer's token (nats) in {len(losses)} steps\n{chart(losses)}")
     print(
         f"\nTo go on training:  {result.checkpoint}\nTo sample from:     {result.adapter}\n"
-        f"To start this stack again: tinsmith up --data-dir {data_dir}\n"
+        f"To start this stack again: {_program()} up --data-dir {data_dir}\n"
         f"In {data_dir}: demo.json (these results), loss.png, api-key, logs\n"
         f"The SDK calls behind this: {Path(__file__).with_name('training.py')}\n"
     )
@@ -98,6 +100,14 @@ def print_end(result: Result, data_dir: Path) -> None:
         f"Done in {result.seconds:.0f} s: the loss went from {losses[0]:.2f} to {losses[-1]:.2f}, and {HABIT!r} ends "
         f"{result.habit_after} of {asked} answers ({result.habit_before} of {asked} before)."
     )
+
+
+def _program() -> str:
+    """The name of `tinsmith` in a shell: that of its file, unless the shell finds this file by itself."""
+    file = Path(sys.executable).with_name("tinsmith")
+    if shutil.which("tinsmith") == str(file) or not file.exists():
+        return "tinsmith"
+    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
 def _paragraph(label: str, text: str) -> str:

@@ -8,6 +8,7 @@ TINSMITH_CAPTURE_SECRET, TINSMITH_API_KEY, TINSMITH_OPERATOR_KEY.
 from app.settings.files import (
     METRICS_PORT_VARIABLE,
     SETTINGS_VARIABLE,
+    checked_key,
     defaults,
     from_environment,
     hash_key,
@@ -44,6 +45,7 @@ __all__ = [
     "StoreSettings",
     "TracingSettings",
     "TrainerSettings",
+    "checked_key",
     "defaults",
     "from_environment",
     "hash_key",

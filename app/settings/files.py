@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from app.domain.accounts import KEY_PREFIX
 from app.errors import SetupError
 from app.settings.mistakes import describe
 from app.settings.root import Settings
@@ -35,6 +36,16 @@ SECRET_VARIABLES = (*_IN_SECTIONS, *_AT_THE_TOP, *_KEYS)
 def hash_key(api_key: str) -> str:
     """The sha256 digest of a key. Keys hold 256 random bits, so a plain sha256 is enough for storage."""
     return hashlib.sha256(api_key.encode()).hexdigest()
+
+
+def checked_key(key: str, source: str) -> str:
+    """The key itself. Raises SetupError naming its source, an option or a variable, if the SDK accepts no such key."""
+    if not key.startswith(KEY_PREFIX) or len(key) < len(KEY_PREFIX) + 8:
+        raise SetupError(
+            f"{source} must start with {KEY_PREFIX!r} and have at least 8 characters after it: the tinker SDK accepts "
+            "no other keys"
+        )
+    return key
 
 
 def load(path: Path, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -91,9 +102,11 @@ def _with_secrets(raw: dict[str, Any], environ: Mapping[str, str]) -> dict[str, 
         if secret := environ.get(variable):
             raw[key] = secret
     for variable, names in _KEYS.items():
-        for name in names if environ.get(variable) else ():
+        if not environ.get(variable):
+            continue
+        digest = hash_key(checked_key(environ[variable], variable))
+        for name in names:
             keys = raw.get(name, [])
-            digest = hash_key(environ[variable])
             if isinstance(keys, list) and digest not in keys:  # another value is refused later
                 raw[name] = [*keys, digest]
     return raw

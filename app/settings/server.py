@@ -12,11 +12,20 @@ from app.settings.section import Section
 
 SENTINEL_SCHEMES = ("redis+sentinel://", "rediss+sentinel://")
 """The second one has TLS."""
+_SERVER_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 def netloc(host: str, port: int | str) -> str:
     """Host and port as in a URL, which has an IPv6 address in brackets. The host may have them already."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _is_of_a_server(url: str) -> bool:
+    """True for a URL with a scheme of Redis and, if it has a port, a number for it."""
+    try:
+        return url.startswith(_SERVER_SCHEMES) and urlsplit(url).port != 0
+    except ValueError:
+        return False
 
 
 class ApiSettings(Section):
@@ -115,6 +124,16 @@ class RedisSettings(Section):
         "of that server (1 after 0); required if redis.url names sentinels; without redis.url, `tinsmith up` always "
         "starts a second embedded Valkey for them",
     )
+
+    @field_validator("url", "broker_url")
+    @classmethod
+    def _is_a_url(cls, url: str) -> str:
+        if url and not url.startswith(SENTINEL_SCHEMES) and not _is_of_a_server(url):
+            raise ValueError(
+                "give the URL of a Redis server, such as redis://host:6379/0, with rediss:// for TLS or unix:// for a "
+                "socket"
+            )
+        return url
 
     @field_validator("broker_url")
     @classmethod

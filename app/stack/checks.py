@@ -5,6 +5,7 @@ No check imports torch or vllm; the versions of the installed packages show a br
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 from collections.abc import Callable, Collection, Iterator
@@ -22,6 +23,7 @@ from app.stack.memory import gib
 from app.stores import objects
 from app.stores.redis.client import connect, connect_state
 from app.stores.redis.durability import NotDurable
+from app.tracing.tracer import NOT_INSTALLED
 
 # Versions of a full fine-tune in shared memory: one that is sampled, one that requests wait for, and the next. Each
 # has a tokenizer and a configuration too.
@@ -32,8 +34,11 @@ _EVERY_INTERFACE = ("0.0.0.0", "::", "")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def free_port(host: str, port: int) -> int:
-    """Returns `port` itself, or any free port for 0. Raises SetupError when the server cannot listen on it."""
+def free_port(
+    host: str, port: int, host_option: str = "--host (api.host)", port_option: str = "--port (api.port)"
+) -> int:
+    """Returns `port` itself, or any free port for 0. Raises SetupError when the server cannot listen on it, with the
+    option to change."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as probe:
@@ -41,10 +46,12 @@ def free_port(host: str, port: int) -> int:
             probe.bind(address)
             return int(probe.getsockname()[1])
     except OSError as error:
-        raise SetupError(
-            f"cannot listen on {netloc(host, port)}: {error.strerror or error}; stop the process that uses it, or "
-            "choose another port with --host and --port (0 takes any free port)"
-        ) from None
+        remedy = f"choose another port with {port_option}; 0 takes any free port"
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            remedy = f"choose an address of this machine with {host_option}"
+        elif error.errno == errno.EADDRINUSE:
+            remedy = f"stop the process that uses it, or {remedy}"
+        raise SetupError(f"cannot listen on {netloc(host, port)}: {error.strerror or error}; {remedy}") from None
 
 
 def kept_port(last: int, taken: Collection[int]) -> int:
@@ -61,15 +68,15 @@ def kept_port(last: int, taken: Collection[int]) -> int:
 def model_path(base: BaseModelSettings) -> None:
     """Checks that the path is a folder with a config.json, or may be a hub id."""
     folder = Path(base.path).expanduser()
-    if folder.is_dir():
+    if base.path and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise SetupError(
                 f"base model {base.name!r}: {folder} has no config.json; give a folder in Hugging Face format"
             )
     elif base.path.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(base.path):
         raise SetupError(
-            f"base model {base.name!r}: there is no folder {base.path!r}; give --base-model NAME=PATH an existing "
-            "folder, or a Hugging Face hub id such as Qwen/Qwen3-0.6B"
+            f"base model {base.name!r}: there is no folder {base.path!r}; give an existing folder, or a Hugging "
+            "Face hub id such as Qwen/Qwen3-0.6B"
         )
 
 
@@ -123,6 +130,12 @@ def vllm(base: BaseModelSettings) -> None:
             f"vLLM cannot start beside {', '.join(strays)}: builds for CUDA do not work with this CPU build of torch; "
             f"run `pip uninstall -y {' '.join(CUDA_BUILDS)}`, or use --sampler transformers"
         )
+
+
+def tracing(settings: Settings) -> None:
+    """Checks that the packages which send traces are installed if they are used."""
+    if settings.tracing.endpoint and _version("opentelemetry-exporter-otlp-proto-http") is None:
+        raise SetupError(NOT_INSTALLED)
 
 
 def lacks_vllm(settings: Settings, driver: Path = _NVIDIA_DRIVER) -> bool:
@@ -190,8 +203,8 @@ def _reach(url: str, connect_to: Callable[[str], redis.Redis]) -> None:
         raise SetupError(f"cannot use Redis at {without_secrets(url)}: {error}") from None
     except (redis.RedisError, ValueError) as error:
         raise SetupError(
-            f"cannot use Redis at {without_secrets(url)}: {error}; start it or correct --redis, or leave --redis out "
-            "for an embedded server"
+            f"cannot use Redis at {without_secrets(url)}: {error}; start it, or correct its URL (--redis, or [redis] "
+            "in the settings); without a URL, `tinsmith up` starts an embedded server"
         ) from None
 
 
@@ -218,9 +231,19 @@ def ports(settings: Settings) -> None:
                 given[port] = setting
 
 
+def any_worker(settings: Settings) -> None:
+    """Checks that there is a worker, if there are base models."""
+    if settings.base_models and not any(one.count for base in settings.base_models for one in base.workers.values()):
+        raise SetupError(
+            "no base model has a worker: set --trainers or --samplers, or a count in the settings, to at least 1"
+        )
+
+
 def everything(settings: Settings) -> None:
     """Runs all checks that need no port and no model file."""
+    any_worker(settings)
     tenants.check(settings)
+    tracing(settings)
     for base in settings.base_models:
         base.check_quantized()
         ranks(base)

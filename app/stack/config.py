@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from app import settings as settings_module
-from app.domain.accounts import KEY_PREFIX
-from app.errors import SetupError
-from app.settings import SENTINEL_SCHEMES, Settings, hash_key
+from app.settings import SENTINEL_SCHEMES, Settings, checked_key, hash_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,8 @@ def resolve(options: Options, environ: Mapping[str, str]) -> Settings:
     if options.redis and not options.redis.startswith(SENTINEL_SCHEMES):
         raw["redis"]["broker_url"] = ""
     if options.api_key is not None:
-        raw["api_keys"] = list(dict.fromkeys([hash_key(_checked_key(options.api_key)), *raw["operator_keys"]]))
+        digest = hash_key(checked_key(options.api_key, "--api-key"))
+        raw["api_keys"] = list(dict.fromkeys([digest, *raw["operator_keys"]]))
     for name, path in options.base_models:
         _set_base_model(raw["base_models"], name, path)
     return settings_module.parse(raw, "command line")
@@ -85,12 +84,3 @@ def _set_base_model(bases: list[dict[str, Any]], name: str, path: str) -> None:
         bases.append({"name": name, "path": path, "trainer": {}, "sampler": {}})
     else:
         known["path"] = path
-
-
-def _checked_key(key: str) -> str:
-    if not key.startswith(KEY_PREFIX) or len(key) < len(KEY_PREFIX) + 8:
-        raise SetupError(
-            f"--api-key must start with {KEY_PREFIX!r} and have at least 8 characters after it: the tinker SDK "
-            "accepts no other keys; without --api-key a key is made"
-        )
-    return key

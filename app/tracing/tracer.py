@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 Attributes = Mapping[str, str | int | float]
+NOT_INSTALLED = 'tracing.endpoint needs OpenTelemetry; run `pip install "tinsmith[tracing]"`, or leave it out'
 _FLUSH_MS = 2000
 _TRACEPARENT = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
@@ -69,9 +70,7 @@ def create(settings: TracingSettings, service: str, instance: str = "") -> Trace
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
-        raise SetupError(
-            'tracing.endpoint needs OpenTelemetry; run `pip install "tinsmith[tracing]"`, or leave it out'
-        ) from None
+        raise SetupError(NOT_INSTALLED) from None
     return Tracer(OTLPSpanExporter(f"{settings.endpoint.rstrip('/')}/v1/traces"), service, instance)
 
 

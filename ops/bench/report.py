@@ -37,7 +37,8 @@ class Outcome:
 
     @property
     def met(self) -> bool:
-        return all(goal.met for goal in self.goals)
+        """False without a goal: nothing was shown."""
+        return bool(self.goals) and all(goal.met for goal in self.goals)
 
 
 def write(folder: Path, name: str, outcome: Outcome, surroundings: Mapping[str, Any]) -> Path:

@@ -4,7 +4,8 @@ Runs the tests of kernels, trains the first size of model, runs the tests of vLL
 other short suites, trains the other sizes, and runs the suites that may take long, until the time is over, that of this
 program's imports included. Writes FOLDER/gpu.json after each part, so that a run that is cut off leaves what it has,
 and prints a table. The logs of a suite or a stack that failed or did not end are copied to FOLDER/logs. The exit code
-is 1 when a test fails, a process crashes or a goal is missed, and not because the end of the time cuts a part off.
+is 1 when a test fails, a process crashes or a goal is missed, and not because the end of the time cuts a part off. It
+is 2 on a machine without a GPU, unless the sizes are at most `tiny`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
+import torch
 
 from ops.bench import machine, report
 from ops.bench.report import Goal, Outcome
@@ -37,6 +40,7 @@ _LOGS = ("*.log", "data/logs/*.log")  # in the folder of a part: of the suite, o
 # 8B on both sides takes some three minutes of the nine on an H200, and each engine of vLLM up to 90 s to start.
 _FIRST = ("gpu",)
 _SECOND = ("vllm", "sleep", *suites.SERVED, "parity", "optimizer")
+_SERVED_SIZE = "0.6B"  # if no size is trained
 _REST = "the rest"
 _MFU, _OVER_PEFT, _SHARED = 0.45, 1.5, 0.9
 _GOAL_SIZE, _GOAL_BATCH = "8B", "8k"
@@ -46,6 +50,9 @@ Part = Callable[[float], Figures]
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
+    if refusal := _refusal(arguments):
+        print(f"ops.gpu_check: {refusal}", file=sys.stderr)
+        return 2
     ends = psutil.Process().create_time() + 60 * arguments.minutes
     command = shlex.join(("python", "-m", "ops.gpu_check", *(sys.argv[1:] if argv is None else argv)))
     surroundings = machine.surroundings(command)
@@ -66,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "mfu" in device:
         print(f"MFU: {device['mfu']}")
     print(report.table({"gpu": outcome}))
-    return 0 if outcome.met else 1
+    return int(not all(goal.met for goal in outcome.goals))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -79,6 +86,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="*", default=["8B", "0.6B", "4B"], choices=list(shapes.SHAPES), metavar="SIZE")
     parser.add_argument("--out", type=Path, default=_OUT, metavar="FOLDER", help="folder for gpu.json")
     return parser.parse_args(argv)
+
+
+def _refusal(arguments: argparse.Namespace) -> str:
+    """The reason not to begin on a machine without a GPU, which is too small for models of a real size; empty if the
+    check can begin."""
+    sizes = arguments.sizes or (_SERVED_SIZE for name in arguments.suites if name in suites.SERVED)
+    if torch.cuda.device_count() or {*sizes} <= {"tiny"}:
+        return ""
+    return "no GPU that torch can use; `--sizes tiny` tries the check on a CPU"
 
 
 @contextmanager
@@ -103,7 +119,7 @@ def _parts(arguments: argparse.Namespace, models: Path, work: Path) -> Iterator[
         for name in arguments.suites
         if name in suites.SUITES
     }
-    smallest = min(arguments.sizes, key=list(shapes.SHAPES).index, default="0.6B")
+    smallest = min(arguments.sizes, key=list(shapes.SHAPES).index, default=_SERVED_SIZE)
     for name in suites.SERVED:
         if name in arguments.suites:
             parts[name] = partial(_served, name, smallest, models / name, work / name)
@@ -210,4 +226,5 @@ def _best_s(rows: Figures) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `processes.run` ends its child
     sys.exit(main())

@@ -22,6 +22,10 @@ _CONCURRENCY = {"default": 1024, "minimum": 1, "type": "integer"}
 _CHOSEN = {"default": 0, "minimum": 0, "type": "integer"}
 
 CHANGED: dict[str, dict[str, Any]] = {
+    # It was any text, also one that the SDK takes for no key. It is the digest of another text now.
+    "environment": {
+        "TINSMITH_API_KEY": {"api_keys[0]": "81a3c728f103e01fa315b5807cbbefff08148d8b1157e6c89602e14cbb20093f"},
+    },
     # A negative index was accepted, and failed when the worker started; each copy can have a list of its own, and
     # there can be none. The cookbook's greatest default rank is 128. A frozen base can have 4 or 8 bits.
     "settings": {

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -36,6 +37,12 @@ def run(*arguments: str) -> int:
         (("up", "--base-model", "name"), "'name' is not NAME=PATH_OR_HUB_ID"),
         (("up", "--api-key", "secret"), "--api-key must start with 'tml-'"),
         (("up", "--config", "/no/such.toml"), "cannot read the config file /no/such.toml: No such file or directory"),
+        (
+            ("up", "--base-model", "m=o/m", "--trainers", "0", "--samplers", "0"),
+            "no base model has a worker: set --train",
+        ),
+        (("init", "--model", "/no/such"), "there is no folder '/no/such'; give an existing folder, or a Hugging Face"),
+        (("models", "add", ""), "base model '': there is no folder ''; give an existing folder, or a Hugging Face"),
         (("up", "--base-model", "m=/no/such"), "base model 'm': there is no folder '/no/such'"),
         (("up", "--base-model", "m=o/m", "--trainer", "torch", "--ranks", "2"), "use --ranks 1 or --trainer deepspeed"),
         (
@@ -48,7 +55,7 @@ def run(*arguments: str) -> int:
         (("rebuild", "--port", "1"), "tinsmith rebuild: unknown option or argument '--port'"),
         (("rebuild",), "no stack has run on tinsmith-data: start `tinsmith up` on it first, or name the state server"),
         (("rebuild", "--redis", "redis://:secret@127.0.0.1:1/0"), "cannot use Redis at redis://127.0.0.1:1/0"),
-        (("rebuild", "--redis", "127.0.0.1:1"), "Redis URL must specify one of the following schemes"),
+        (("rebuild", "--redis", "127.0.0.1:1"), "command line: redis.url: give the URL of a Redis server"),
         (("rebuild", "--redis", "redis+sentinel://:secret@127.0.0.1:1/s"), "redis.broker_url: the broker is one Redis"),
         (("up", "--host", "203.0.113.1"), "cannot listen on 203.0.113.1:0: Cannot assign requested address"),
     ],
@@ -61,6 +68,15 @@ def test_what_cannot_work_is_one_line_with_the_remedy_and_exit_code_2(arguments,
     assert output.out == ""
     assert said in output.err
     assert len(output.err.splitlines()) == 1
+
+
+def test_output_that_nothing_reads_is_no_traceback():
+    unread, output = os.pipe()
+    os.close(unread)
+    command = [sys.executable, "-m", "app.cli", "completion", "zsh"]
+    done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(output)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 WRONG = """
@@ -136,8 +152,9 @@ def test_one_mistake_of_a_config_file_is_one_line(text, said, tmp_path, capsys):
 
 @pytest.mark.parametrize("text", ["redis = 5", "api_keys = 5", "store = ['s']"])
 def test_a_secret_from_the_environment_does_not_hide_that_its_section_is_wrong(text, tmp_path, monkeypatch, capsys):
-    for variable in ("TINSMITH_REDIS_URL", "TINSMITH_S3_SECRET_KEY", "TINSMITH_API_KEY"):
-        monkeypatch.setenv(variable, "tml-hunter2")
+    monkeypatch.setenv("TINSMITH_REDIS_URL", "redis://:hunter2@127.0.0.1:1/0")
+    for variable in ("TINSMITH_S3_SECRET_KEY", "TINSMITH_API_KEY"):
+        monkeypatch.setenv(variable, "tml-hunter2-hunter2")
     config = tmp_path / "tinsmith.toml"
     config.write_text(text)
     assert run("up", "--config", str(config)) == 2

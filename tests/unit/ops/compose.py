@@ -19,7 +19,7 @@ SECRETS = {
     "MINIO_ROOT_USER": "minio-user",
     "MINIO_ROOT_PASSWORD": "hush2",
     "URL_SECRET": "hush3-hush3-hush3-hush3-hush3-hush3",
-    "TINSMITH_API_KEY": "tml-hush3",
+    "TINSMITH_API_KEY": "tml-hush-hush3",
     "FLOWER_BASIC_AUTH": "me:hush4",
 }
 VALUES = {**SECRETS, "TINSMITH_MODEL_DIR": "/srv/model"}

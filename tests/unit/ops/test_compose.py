@@ -168,7 +168,7 @@ def test_the_settings_are_valid_with_the_environment_of_each_service():
         assert (loaded.store.access_key, loaded.store.secret_key) == ("minio-user", "hush2")
         assert environment["TINSMITH_SETTINGS"] == "/etc/tinsmith/tinsmith.toml"
         assert "./ops/docker/tinsmith.toml:/etc/tinsmith/tinsmith.toml:ro" in SERVICES[name]["volumes"]
-    assert settings.load(TOML, SERVICES["api"]["environment"]).api_keys == (settings.hash_key("tml-hush3"),)
+    assert settings.load(TOML, SERVICES["api"]["environment"]).api_keys == (settings.hash_key("tml-hush-hush3"),)
 
 
 @pytest.mark.parametrize("name", ["api", "trainer", "sampler"])

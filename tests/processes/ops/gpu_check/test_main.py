@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import psutil
 
 from ops.gpu_check import training
 
@@ -24,6 +28,18 @@ def test_a_check_writes_the_steps_of_every_batch_on_both_sides_and_serves_the_mo
     assert report["met"] == (done.returncode == 0), done.stderr[-3000:]
     assert figures["handover"]["added_ms"]["count"] == figures["handover"]["rounds"] > 0
     assert len(report["goals"]) == len(bare) + 2
+
+
+def test_a_check_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ops.gpu_check", "--suites", "--sizes", "tiny", "--out", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as check:
+        this = psutil.Process(check.pid)
+        while not (children := this.children(recursive=True)):
+            assert check.poll() is None
+            time.sleep(0.1)
+        check.terminate()
+        assert check.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    assert not [child for child in children if child.is_running()]
 
 
 def test_the_check_itself_needs_no_package_of_a_stack() -> None:

@@ -223,3 +223,15 @@ def test_the_sdk_is_asked_to_compress_only_when_the_settings_say_so(settings: Se
     client = create_app(on).test_client()
     answer = client.post("/api/v1/client/config", json={}, headers={"X-API-Key": api.key})
     assert answer.json["proto_compress_fwdbwd"] is True
+
+
+@pytest.mark.parametrize(
+    "path", ["api/v1/asample", "oai/api/v1/chat/completions", "anthropic/v1/messages", "api/v1/create_session"]
+)
+def test_a_body_that_is_not_sent_as_json_is_named_and_not_read_as_empty(api: Api, path: str) -> None:
+    kind = "application/x-www-form-urlencoded"  # as curl sends it
+    headers = {"X-API-Key": api.key}
+    refused = api.client.post(f"/{path}", data=b'{"model": "a"}', content_type=kind, headers=headers)
+    assert refused.status_code == 400
+    assert kind in refused.text and "send the header Content-Type: application/json" in refused.text
+    assert "Content-Type" not in api.client.post(f"/{path}", headers=headers).text, "there is no body"

@@ -13,7 +13,7 @@ DEEP = b"[" * 200_000
         ("create_session", b"{not json", "application/json", 400),
         ("create_session", b"\xff\xfe", "application/json", 400),
         ("create_session", b"[]", "application/json", 422),
-        ("session_heartbeat", b'{"session_id": "s"}', "text/plain", 422),
+        ("session_heartbeat", b'{"session_id": "s"}', "text/plain", 400),
         ("optim_step", DEEP, "application/json", 413),
         ("optim_step", DEEP[:20_000], "application/json", 400),
         ("forward_backward", DEEP, "application/json", 400),

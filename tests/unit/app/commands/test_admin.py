@@ -235,6 +235,10 @@ WRONG = {
     ("admin", "user", "remove", "user-0"): "there is no user 'user-0'",
     ("admin", "key", "create", "--user", "../x"): "is not an object key",
     ("admin", "org", "create", ""): "'' is not a name",
+    ("admin", "usage", "nope"): "there is no project 'nope'",
+    ("admin", "audit", "nope"): "there is no project or organisation 'nope'",
+    ("admin", "limits", "set", "nope", "--weight", "2"): "there is no project or key 'nope'",
+    ("restore", "/no/such.json"): "cannot restore /no/such.json: No such file or directory",
 }
 
 

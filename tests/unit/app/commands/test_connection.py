@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from app import cli
 from app.commands import connection
 from app.settings import SETTINGS_VARIABLE
 from app.stack.config import Options
+from app.stack.data_folder import DataFolder
 
 
 @pytest.fixture
@@ -26,6 +29,49 @@ def test_a_variable_of_the_shell_names_no_other_broker_than_the_stacks(
 ) -> None:
     monkeypatch.setenv("TINSMITH_BROKER_URL", "redis://other:1/1")
     assert connection.settings_of(options).broker_url == "redis://own:1/1"
-    found = connection.environment(options)
+    with closing(DataFolder(options.data_dir)):
+        found = connection.environment(options)
     assert found[SETTINGS_VARIABLE] == str(options.data_dir / "run" / "settings.toml")
     assert found == {name: value for name, value in {**os.environ, **found}.items() if name != "TINSMITH_BROKER_URL"}
+
+
+@pytest.mark.parametrize(
+    "command", ["status", "top", "logs session:train:0:7", "cancel session", "rebuild", "admin org list", "flower"]
+)
+def test_a_stack_that_has_stopped_is_named(command: str, options: Options, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = options.data_dir
+    assert folder is not None
+    settings = folder / "run" / "settings.toml"
+    settings.write_text(settings.read_text().replace("own:1", "127.0.0.1:1"))
+    assert cli.main([*command.split(), "--data-dir", str(folder)]) == 2
+    said = f"tinsmith: the stack on {folder} is not running: start `tinsmith up --data-dir {folder}`\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_server_that_fails_under_a_running_stack_is_named(
+    options: Options, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = options.data_dir
+    assert folder is not None
+    settings = folder / "run" / "settings.toml"
+    settings.write_text(settings.read_text().replace("own:1", "127.0.0.1:1"))
+    with closing(DataFolder(folder)):
+        assert cli.main(["status", "--data-dir", str(folder)]) == 2
+    assert "the state server redis://127.0.0.1:1/0 failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["foo", "127.0.0.1:1", "http://x", "redis://h:abc/0", "redis+sentinel://a/s"])
+@pytest.mark.parametrize("command", ["status", "rebuild", "logs session:train:0:7", "cancel session"])
+def test_what_is_no_url_of_redis_is_refused(
+    command: str,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TINSMITH_REDIS_URL", url)
+    monkeypatch.setenv("TINSMITH_BROKER_URL", "redis://127.0.0.1:1/1")
+    assert cli.main([*command.split(), "--data-dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "redis.url: give the URL of a Redis server" in said or "the URL must be of the form redis+sentinel" in said
+    assert len(said.splitlines()) == 1

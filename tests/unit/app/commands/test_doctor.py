@@ -22,6 +22,7 @@ from app.commands import doctor
 from app.commands.doctor import OK, WARNING, WRONG, Finding
 from app.domain.records import BaseModelInfo, Refusal, Worker
 from app.settings import BaseModelSettings, SamplerSettings, Settings, TrainerSettings
+from app.stack import checks
 from app.stack.data_folder import DataFolder
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords, dump
@@ -123,7 +124,7 @@ def test_json_is_one_document_with_every_finding(tinsmith: Doctor) -> None:
     states = [each["state"] for each in found["checks"]]
     assert (code, found["wrong"], found["warnings"]) == (1, 1, 0) == (1, states.count(WRONG), states.count(WARNING))
     wrong = next(each for each in found["checks"] if each["state"] == WRONG)
-    assert wrong["check"] == "state server" and "start it or correct --redis" in wrong["text"]
+    assert wrong["check"] == "state server" and "start it, or correct its URL (--redis" in wrong["text"]
 
 
 def test_settings_with_a_mistake_are_a_finding_beside_those_of_the_machine(tinsmith: Doctor) -> None:
@@ -131,6 +132,13 @@ def test_settings_with_a_mistake_are_a_finding_beside_those_of_the_machine(tinsm
     assert said.code == 1
     assert "wrong    settings: " in said.text and "did you mean 'port'?" in said.text
     assert "ok       versions: " in said.text and "ok       GPUs: " in said.text
+
+
+def test_traces_without_their_packages_are_wrong(tinsmith: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = checks._version
+    monkeypatch.setattr(checks, "_version", lambda name: None if name.startswith("opentelemetry") else installed(name))
+    said = tinsmith(config='[tracing]\nendpoint = "http://127.0.0.1:4318"\n')
+    assert said.code == 1 and "wrong    versions: tracing.endpoint needs OpenTelemetry; run `pip" in said.text
 
 
 def test_a_setting_without_an_effect_is_wrong_and_links_to_nowhere_are_a_warning(tinsmith: Doctor) -> None:

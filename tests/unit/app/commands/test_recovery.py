@@ -58,7 +58,9 @@ def test_it_says_what_it_restored_and_what_it_cannot(client: redis.Redis, valkey
         assert lost in said.replace("names, tags and ", "")
     assert cli.main(arguments) == 0
     assert "/snapshots" not in said
-    assert "restored 0 runs and 0 checkpoints\n1 runs were not missing" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "restored 0 runs and 0 checkpoints\n1 runs were not missing" in said
+    assert "not restored" not in said, "nothing was lost"
 
 
 def test_what_a_project_spent_this_month_is_refilled_from_its_kept_usage(
@@ -83,6 +85,20 @@ def test_a_backup_that_is_restored_brings_back_what_a_project_spent_this_month(
     assert cli.main(["restore", str(tmp_path / "file"), "--data-dir", str(new), "--redis", valkey]) == 0
     assert RedisPages(client, EngineSettings()).this_month("me") == {("training", "base"): 30}
     assert "refilled this month's spending of 1 projects" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_backup_of_a_store_without_accounts_is_refused(
+    there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    if there:
+        (tmp_path / "objects").mkdir()
+    file = tmp_path / "file"
+    assert cli.main(["backup", str(file), "--data-dir", str(tmp_path), "--redis", "redis://127.0.0.1:1/0"]) == 2
+    said = capsys.readouterr().err
+    assert f"are in {tmp_path / 'objects'}" in said and "are --data-dir and --s3 right?" in said
+    assert not file.exists()
+    assert (tmp_path / "objects").exists() == there
 
 
 def test_without_a_server_given_it_is_the_stack_that_runs_on_the_folder(

@@ -32,6 +32,18 @@ def test_the_last_line_says_what_changed(result, tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize(("path", "said"), [("", ".venv/bin/tinsmith"), (".venv/bin", "tinsmith")])
+def test_the_command_to_start_again_works_in_this_shell(path, said, result, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "tinsmith").touch(mode=0o755)
+    monkeypatch.setattr("sys.executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / path))
+    monkeypatch.chdir(tmp_path)
+    report.print_end(result, tmp_path)
+    assert f"To start this stack again: {said} up --data-dir {tmp_path}\n" in capsys.readouterr().out
+
+
 def test_the_chart_has_a_column_for_each_value_with_its_height():
     assert report.chart([2.0, 1.0, 0.5, 0.0], rows=2) == "  2.00 █   \n  1.00 ██▄ "
 

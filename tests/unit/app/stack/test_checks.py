@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 
 from app.errors import SetupError
-from app.settings import BaseModelSettings, EngineSettings, RedisSettings, SamplerSettings, Settings, TrainerSettings
+from app.settings import (
+    BaseModelSettings,
+    EngineSettings,
+    RedisSettings,
+    SamplerSettings,
+    Settings,
+    TracingSettings,
+    TrainerSettings,
+)
 from app.stack import checks
 from tests.servers import start_valkey
 
@@ -35,6 +43,11 @@ def test_a_busy_port_is_named_with_the_remedy():
         port = server.getsockname()[1]
         with pytest.raises(SetupError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use.*--port"):
             checks.free_port("127.0.0.1", port)
+
+
+def test_a_host_that_is_not_of_this_machine_is_named_as_the_fault():
+    with pytest.raises(SetupError, match=r"cannot listen on nohost.invalid:0: .*; choose an address .* --host"):
+        checks.free_port("nohost.invalid", 0)
 
 
 def test_port_0_becomes_a_port_that_can_be_listened_on():
@@ -273,3 +286,10 @@ def test_links_that_no_client_can_follow_are_named_with_the_remedy(host: str) ->
     )
     assert list(checks.unreachable_links(Settings(api={"host": host, "public_url": "http://gpu1:8001"}))) == []
     assert list(checks.unreachable_links(Settings())) == []
+
+
+def test_traces_need_their_packages(monkeypatch):
+    monkeypatch.setattr(checks, "_version", lambda name: None if name.startswith("opentelemetry") else "1.0")
+    checks.everything(Settings())
+    with pytest.raises(SetupError, match=r"tracing.endpoint needs OpenTelemetry; run `pip install"):
+        checks.everything(Settings(tracing=TracingSettings(endpoint="http://127.0.0.1:4318")))

@@ -107,6 +107,13 @@ def test_a_key_the_sdk_would_refuse_is_refused_without_repeating_it(key):
     assert key not in str(caught.value).split()
 
 
+@pytest.mark.parametrize("variable", ["TINSMITH_API_KEY", "TINSMITH_OPERATOR_KEY"])
+def test_such_a_key_in_a_variable_is_refused_too(variable):
+    with pytest.raises(SetupError, match=f"{variable} must start with 'tml-'") as caught:
+        resolve(Options(), {variable: "sk-0123456789"})
+    assert "sk-0123456789" not in str(caught.value)
+
+
 def test_an_unknown_key_in_the_file_is_named(tmp_path):
     path = tmp_path / "tinsmith.toml"
     path.write_text("[api]\nprot = 1\n")

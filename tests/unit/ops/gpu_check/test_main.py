@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ops.bench.report import Outcome
 from ops.gpu_check import __main__ as check
 from ops.gpu_check import shapes, suites, training
 from ops.gpu_check.__main__ import _lines, _needs_logs, _parse, _parts, _served, goals
@@ -109,6 +110,7 @@ def served(line: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return [line if module == "serving" else {}]
 
     monkeypatch.setattr(check, "_lines", logged)
+    monkeypatch.setattr(check.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(check, "_IN_MEMORY", tmp_path / "memory")
     monkeypatch.setattr(check, "_ROOM_BYTES", 0)
     monkeypatch.setitem(suites.SERVED, "handover", [])
@@ -162,6 +164,7 @@ def cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]
         return [{"batch": "8k", "step_s": [2.0]}]
 
     monkeypatch.setattr(check, "_lines", noted)
+    monkeypatch.setattr(check.torch.cuda, "device_count", lambda: 1)
     with pytest.raises(KeyboardInterrupt):
         check.main(["--suites", "--sizes", "8B", "--minutes", "600", "--out", str(tmp_path)])
     return given
@@ -201,3 +204,17 @@ def test_the_mfu_of_a_gpu_that_is_not_listed_is_unknown_with_the_reason(
     assert check.main(["--suites", "--sizes", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert said in printed and ("MFU" in printed) == bool(said)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--sizes", "tiny", "8B"], ["--suites", "handover", "--sizes"]])
+def test_without_a_gpu_it_is_refused_and_writes_no_report(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check.torch.cuda, "device_count", lambda: 0)
+    assert check.main([*arguments, "--out", str(tmp_path)]) == 2
+    assert "no GPU that torch can use" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_check_that_came_to_no_goal_is_not_met() -> None:
+    assert not Outcome({}, ()).met

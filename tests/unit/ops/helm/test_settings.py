@@ -53,7 +53,7 @@ def fields(section: type[BaseModel], below: str = "") -> Iterator[tuple[str, Fie
 
 
 def loaded(given: Mapping[str, Any], folder: Path) -> Settings:
-    """The settings that the API loads from the chart with these values, and "hush" as each secret."""
+    """The settings that the API loads from the chart with these values, and "hush" in each secret."""
     manifests = chart.render(given)
     (config,) = [one["data"] for one in manifests if one["metadata"]["name"] == "tinsmith-settings"]
     (api,) = [container for one in manifests for container in chart.containers(one) if container["name"] == "api"]
@@ -94,7 +94,7 @@ def test_every_secret_of_the_settings_comes_from_the_secret_of_the_cluster(tmp_p
     # The URL of a collector may be a value: OpenTelemetry reads its key from otlp-headers of the Secret.
     secrets = {path for path, field in fields(Settings) if not field.repr} - {"tracing.endpoint"}
     assert secrets == {path for path, origin in ELSEWHERE.items() if "of the Secret" in origin}
-    assert set(found.api_keys) == set(found.operator_keys) == {hash_key("hush")}
+    assert set(found.api_keys) == set(found.operator_keys) == {hash_key("tml-hush-hush")}
     assert found.url_secret == found.capture_secret == found.store.access_key == found.store.secret_key == "hush"
     assert found.redis.url.startswith("redis://:hush@") and found.redis.broker_url.startswith("redis://:hush@")
 
