@@ -128,6 +128,17 @@ def test_the_api_is_replaced_without_a_gap_and_stops_in_time(name: str):
         assert container[probe]["httpGet"]["path"] != "/readyz", "no worker runs, and the API has to take the calls"
 
 
+def test_a_pod_of_the_api_has_the_disk_of_its_node_for_archives_unless_a_value_bounds_it():
+    """An archive holds a copy of its largest file there, such as 64 GB of an optimizer. Kubernetes evicts a pod above
+    its bound, which `engine.free_disk_bytes` does not see."""
+    for storage, volume in (("", {}), ("100Gi", {"sizeLimit": "100Gi"})):
+        rendered = chart.render({**values("cpu-demo"), "api": {"storage": storage}})
+        (deployment,) = [one for one in rendered if one["kind"] == "Deployment"]
+        chart.validate(deployment)
+        (pod,) = chart.pods(deployment)
+        assert [one["emptyDir"] for one in pod["spec"]["volumes"] if one["name"] == "data"] == [volume]
+
+
 def _constant(file: str, name: str) -> str:
     (line,) = [line for line in (ROOT / file).read_text().splitlines() if line.startswith(f"{name} = ")]
     return line.removeprefix(f"{name} = ")
