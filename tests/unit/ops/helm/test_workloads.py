@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,26 @@ def test_the_bundled_state_server_has_the_settings_of_the_compose_file():
         assert one["spec"]["replicas"] == 1
     (mount,) = [mount for mount in next(chart.containers(state))["volumeMounts"] if mount["mountPath"] == ours["dir"]]
     assert mount["name"] == claim["metadata"]["name"]
+
+
+def test_an_upgrade_or_a_setting_of_one_server_restarts_no_other_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def templates(**further: Any) -> dict[str, Any]:
+        rendered = chart.render({**values("cpu-demo"), **further})
+        return {one["metadata"]["name"]: one["spec"]["template"] for one in rendered if one["kind"] == "StatefulSet"}
+
+    def changed(found: dict[str, Any]) -> set[str]:
+        return {name for name, template in found.items() if template != before[name]}
+
+    before = templates()
+    assert changed(templates(broker={"maxmemory": "200mb"})) == {"tinsmith-broker"}
+    assert changed(templates(valkey={"maxmemory": "1gb"})) == {"tinsmith-valkey"}
+    newer = shutil.copytree(chart.CHART, tmp_path / "tinsmith")
+    about = newer / "Chart.yaml"
+    about.write_text(about.read_text().replace("0.1.0", "0.2.0"))
+    monkeypatch.setattr(chart, "CHART", newer)
+    assert changed(templates()) & {f"tinsmith-{server}" for server in ("valkey", "broker", "minio")} == set()
 
 
 def located(trigger: dict[str, Any]) -> tuple[str, dict[str, str]]:
