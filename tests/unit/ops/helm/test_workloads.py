@@ -20,6 +20,7 @@ from app.stores.redis.types import Waiting
 from ops.helm import chart
 from tests.unit.ops.compose import ROOT
 from tests.unit.ops.helm.rendered import SETS, containers, environment, manifest, manifests, settings, values
+from workers import node
 from workers.process import multinode, orderly_stop, runtime
 
 WORKERS = ("StatefulSet", "LeaderWorkerSet")
@@ -200,6 +201,22 @@ def test_the_hosts_of_a_group_share_the_data_folder_and_reach_each_other():
     assert all(selector.items() <= pod["metadata"]["labels"].items() for pod in pods)
     assert {"from": [{"podSelector": {"matchLabels": selector}}]} in policy["ingress"]
     assert policy["egress"] == [{"to": [{"podSelector": {"matchLabels": selector}}]}]
+
+
+def test_a_member_that_is_stopped_beside_its_leader_waits_until_its_ranks_have_ended(tmp_path: Path):
+    """Its sshd would end at once, and its ranks with it: rank 0 could not end in order."""
+    group = manifest("several-nodes", "LeaderWorkerSet", "-trainer-qwen3-235b")
+    (member,) = [each for each in chart.containers(group) if each["name"] == "member"]
+    shell, flag, script = member["lifecycle"]["preStop"]["exec"]["command"]
+    ranks = ["python", "-m", node.__name__]
+    for pid, command in enumerate((member["command"], [shell, flag, script], ranks), 1):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "cmdline").write_text("\0".join([*command, ""]))
+    with subprocess.Popen([shell, flag, script.replace("/proc", str(tmp_path))]) as waiting:
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(2)
+        (tmp_path / "3" / "cmdline").unlink()
+        assert waiting.wait(60) == 0
 
 
 def _directives(text: str) -> dict[str, str]:
