@@ -11,11 +11,14 @@ connects again.
 
 from __future__ import annotations
 
+import ssl
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
+from urllib.parse import urlsplit
 
 from kombu.transport import TRANSPORT_ALIASES, redis, virtual
+from kombu.utils.url import parse_url
 from redis import ConnectionPool, Redis, RedisError
 from redis.client import PubSub
 
@@ -67,3 +70,13 @@ class Transport(redis.Transport):  # type: ignore[misc]
 def register() -> None:
     """Makes redis:// and rediss:// brokers use this transport, in the whole process."""
     TRANSPORT_ALIASES.update(dict.fromkeys(("redis", "rediss"), f"{__name__}:{Transport.__name__}"))
+
+
+def tls(url: str) -> dict[str, Any] | bool:
+    """The TLS options of a rediss:// broker, for Celery and Flower; False for a broker without TLS.
+
+    The server's certificate is checked unless the URL says otherwise. kombu would not check it.
+    """
+    if urlsplit(url).scheme != "rediss":
+        return False
+    return {"ssl_cert_reqs": ssl.CERT_REQUIRED, **parse_url(url).get("ssl", {})}

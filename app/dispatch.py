@@ -105,6 +105,7 @@ def celery_app(settings: Settings) -> Celery:
     broker.register()
     app = Celery("tinsmith", broker=settings.broker_url)
     app.conf.update(
+        broker_use_ssl=broker.tls(settings.broker_url),
         task_ignore_result=True,
         task_serializer="json",
         accept_content=["json"],

@@ -93,5 +93,7 @@ class Settings(Section):
 
 
 def _other_database(url: str) -> str:
-    base, _, database = url.rpartition("/")
-    return f"{base}/{int(database) + 1}" if database.isascii() and database.isdigit() else f"{url.rstrip('/')}/1"
+    parts = urlsplit(url)
+    database = parts.path.removeprefix("/")
+    other = int(database) + 1 if database.isascii() and database.isdigit() else 1
+    return parts._replace(path=f"/{other}").geturl()

@@ -34,8 +34,10 @@ def _slowest(histogram: str, by: str = "") -> str:
 
 
 def _events(counter: str, by: str) -> str:
-    """The events of five minutes. A series begins with its first event, which is no increase, so its value counts."""
-    return f"sum by ({by}) (({counter} unless {counter} offset 5m) or increase({counter}[5m])) or vector(0)"
+    """The events of five minutes. A series begins with its first event, which is no increase, so its value counts. It
+    does not begin again after scrapes that failed for up to ten minutes."""
+    earlier = f"last_over_time({counter}[10m] offset 5m)"
+    return f"sum by ({by}) (({counter} unless {earlier}) or increase({counter}[5m])) or vector(0)"
 
 
 ROWS: dict[str, tuple[Graph, ...]] = {

@@ -160,10 +160,13 @@ def _end(nodes: list[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _witness(settings: Settings, name: str) -> Iterator[dict[str, str]]:
-    """A file that shows a node that it shares the data folder: every rank reads the checkpoints rank 0 fetched."""
-    path = settings.data_dir.absolute() / "run" / f"{name}.witness"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """A file that shows a node that it shares the data folder: every rank reads the checkpoints rank 0 fetched.
+
+    Other groups may share the folder, also one of this name on a host of this name.
+    """
     token = secrets.token_hex()
+    path = settings.data_dir.absolute() / "run" / f"{name}-{os.uname().nodename}-{token[:8]}.witness"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(token)
     try:
         yield {"path": str(path), "token": token}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from app.stores.redis.client import connect
 from app.stores.redis.types import Holder
 from tests.faults.proxy import Proxy
 from tests.servers import free_port, start_valkey
+from tests.tls import tls_in_front, write_certificate
 
 QUEUE = "train.base@a"
 
@@ -61,6 +63,30 @@ def test_a_worker_that_sends_itself_ticks_knows_what_waits(url: str, broker: red
     assert ticks.waiting() == 0
     assert ticks.send()
     assert ticks.waiting() == 1
+
+
+def test_over_tls_a_certificate_that_is_not_trusted_is_refused_before_the_password_is_sent(
+    url: str, broker: redis.Redis, tmp_path: Path
+):
+    certificate = write_certificate(tmp_path)
+    with tls_in_front(int(url.rpartition(":")[2].partition("/")[0]), certificate) as (port, seen):
+        place = f"rediss://:secret@127.0.0.1:{port}/0"
+        before = _connections(broker)
+        sent(Dispatcher(at(place, tmp_path)), "m:0")
+        assert seen and all(seen)
+        assert _connections(broker) == before
+        trusted = at(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}", tmp_path)
+        sent(Dispatcher(trusted), "m:0")
+        assert has(trusted, "m:0")
+
+
+def test_the_dashboard_gets_the_tls_options_of_the_url(tmp_path: Path):
+    """Flower reads them from Celery's settings alone."""
+    options = {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_ca_certs": "/ca.pem"}
+    assert at("rediss://a:1/0?ssl_ca_certs=/ca.pem", tmp_path).conf.broker_use_ssl == options
+    unchecked = at("rediss://a:1/0?ssl_cert_reqs=none", tmp_path)
+    assert unchecked.conf.broker_use_ssl == {"ssl_cert_reqs": ssl.CERT_NONE}
+    assert not at("redis://a:1/0", tmp_path).conf.broker_use_ssl
 
 
 def test_a_worker_that_sends_itself_ticks_sees_that_the_broker_is_full(url: str, broker: redis.Redis, tmp_path: Path):
@@ -299,6 +325,10 @@ def test_a_broker_that_hangs_is_asked_once_to_take_messages_back(
             monkeypatch.setattr(channel, "_put", refuse)
     assert len(asked) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def _connections(broker: redis.Redis) -> int:
+    return int(broker.info("stats")["total_connections_received"])
 
 
 def _changes(broker: redis.Redis) -> int:

@@ -13,6 +13,7 @@ from tests.exported_metrics import exported
 from tests.unit.ops.compose import ROOT
 
 PROMETHEUS = ROOT / "ops" / "prometheus"
+HELPERS = ROOT / "ops" / "helm" / "tinsmith" / "templates" / "_helpers.tpl"
 RUNBOOKS = "docs/runbooks.md"
 
 
@@ -62,3 +63,17 @@ def test_prometheus_reads_the_alerts_also_in_its_container():
     mounted = [volume.split(":")[0] for volume in compose["services"]["prometheus"]["volumes"]]
     assert load("prometheus.yml")["rule_files"] == ["alerts.yml"]
     assert "./ops/prometheus/alerts.yml" in mounted
+
+
+def test_a_worker_may_load_its_model_as_long_as_the_charts_default_before_an_alert_takes_it_for_dead():
+    startup_s = int(re.search(r"default (\d+) \.startupSeconds", HELPERS.read_text())[1])
+    assert {name: _waits_s(ALERTS[name]) for name in ("TinsmithWorkerDown", "TinsmithUnavailable")} == {
+        "TinsmithWorkerDown": startup_s + 300,
+        "TinsmithUnavailable": startup_s,
+    }
+    stalled = ALERTS["TinsmithQueueStalled"]
+    assert int(stalled["expr"].rpartition("> ")[2]) + _waits_s(stalled) == startup_s
+
+
+def _waits_s(alert: dict[str, Any]) -> int:
+    return 60 * int(alert["for"].removesuffix("m"))

@@ -84,6 +84,11 @@ spec:
       ports:
         - {name: ssh, containerPort: 2222}
       {{- include "tinsmith.workerProbes" (dict "check" "tcpSocket: {port: ssh}" "seconds" 60) | nindent 6 }}
+      lifecycle:
+        # sshd ends at once, and the ranks here with it. The leader stops at the same time, and ends them in order.
+        preStop:
+          exec:
+            command: [sh, -c, "while grep -qs '[w]orkers[.]node' /proc/[0-9]*/cmdline; do sleep 1; done"]
       {{- else }}
       ports:
         - {name: metrics, containerPort: {{ $worker.port }}}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -89,6 +90,15 @@ def test_the_ranks_of_a_host_see_as_many_of_the_named_gpus_as_it_has_slots(
 def test_a_host_with_more_slots_than_gpus_are_named_is_a_setup_error(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=r"trainer\.devices is \[5\], but the hostfile gives 127\.0\.0\.3 2 slots"):
         multinode.run({FIRST: 1, SECOND: 2}, Settings(data_dir=tmp_path), "group", ["bound"], (5,))
+
+
+def test_two_groups_of_one_name_that_share_a_data_folder_run_beside_each_other(tmp_path: Path, module: str) -> None:
+    """The chart gives every trainer of every base model the name `trainer`."""
+    settings = Settings(data_dir=tmp_path)
+    with multinode._witness(settings, "trainer") as first, multinode._witness(settings, "trainer") as second:
+        assert multinode._shares_data(first) and multinode._shares_data(second)
+        assert f"trainer-{os.uname().nodename}-" in first["path"], "an operator sees whose file it is"
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_a_node_whose_starter_is_killed_ends_its_ranks(tmp_path: Path, module: str) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from app import settings
 
 
@@ -13,3 +15,15 @@ def test_a_key_that_the_file_and_the_environment_name_is_one_key(tmp_path: Path)
     variables = ("TINSMITH_API_KEY", "TINSMITH_OPERATOR_KEY")
     loaded = settings.load(file, dict.fromkeys(variables, "tml-0123456789"))
     assert (loaded.api_keys, loaded.operator_keys) == ((digest,), (digest,))
+
+
+@pytest.mark.parametrize(
+    ("state", "broker"),
+    [
+        ("redis://a:1", "redis://a:1/1"),
+        ("redis://:p%40ss@a:1/3", "redis://:p%40ss@a:1/4"),
+        ("rediss://a:1/0?ssl_ca_certs=/ca.pem", "rediss://a:1/1?ssl_ca_certs=/ca.pem"),
+    ],
+)
+def test_without_a_broker_the_next_database_is_it_under_the_same_options(state: str, broker: str) -> None:
+    assert settings.parse({"redis": {"url": state}}, "a.toml").broker_url == broker

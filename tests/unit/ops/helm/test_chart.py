@@ -129,6 +129,14 @@ def asleep(**workers: dict[str, Any]) -> dict[str, Any]:
     return base
 
 
+def named_alike(*sections: tuple[str, str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Base models by id, with one worker each."""
+    return [
+        {"name": id_, "id": id_, "path": "/models/a", section: {**TRAINER, **further}}
+        for id_, section, further in sections
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "path", "value", "said"),
     [
@@ -147,11 +155,34 @@ def asleep(**workers: dict[str, Any]) -> dict[str, Any]:
         ("cpu-demo", "baseModels", [asleep(trainer={"replicas": 2})], "set replicas and maxReplicas of both to 1"),
         ("cpu-demo", "baseModels", [asleep(sampler={"maxReplicas": 2})], "set replicas and maxReplicas of both to 1"),
         ("cpu-demo", "baseModels.0.id", "a-name-of-four-and-twenty", "baseModels"),
+        (
+            "cpu-demo",
+            "baseModels",
+            named_alike(("a", "full_sampler", {}), ("sampler-a", "full", {})),
+            "two objects would have the name full-sampler-a: choose another id",
+        ),
+        (
+            "several-nodes",
+            "baseModels",
+            named_alike(("a", "trainer", {"nodes": 2, "gpus": 8}), ("a-metrics", "trainer", {})),
+            "two objects would have the name trainer-a-metrics: choose another id",
+        ),
+        ("eight-gpus", "baseModels.0.trainer.minReplicas", 2, r"trainer-qwen3-32b: minReplicas \(2\) is above maxRep"),
+        ("eight-gpus", "baseModels.0.sampler.minReplicas", 3, r"minReplicas \(3\) is above maxReplicas \(2\)"),
+        ("eight-gpus", "api.maxReplicas", 1, r"api: minReplicas \(2\) is above maxReplicas \(1\)"),
+        ("cpu-demo", "valkey.maxmemory", "4gb", r"valkey: maxmemory \(4gb\) must be below the memory limit \(4Gi\)"),
+        ("cpu-demo", "broker.maxmemory", "600mb", r"broker: maxmemory \(600mb\) must be below the memory limit"),
+        ("cpu-demo", "valkey.resources.limits.memory", 2 * 10**9, r"must be below the memory limit \(2000000000\)"),
     ],
 )
 def test_values_that_do_not_go_together_are_refused_with_the_remedy(name: str, path: str, value: Any, said: str):
     with pytest.raises(helm_python.HelmError, match=said):
         chart.render(_with(path, value, name))
+
+
+@pytest.mark.parametrize("limit", ["2049Mi", "2.5G", 3 * 10**9, "3e9", "1T"])
+def test_a_memory_limit_above_the_servers_maxmemory_is_taken_in_each_notation(limit: str | int):
+    assert chart.render(_with("valkey.resources.limits.memory", limit))
 
 
 def test_a_release_whose_objects_would_have_too_long_names_is_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from app.stores.redis.types import Waiting
 from ops.helm import chart
 from tests.unit.ops.compose import ROOT
 from tests.unit.ops.helm.rendered import SETS, containers, environment, manifest, manifests, settings, values
+from workers import node
 from workers.process import multinode, orderly_stop, runtime
 
 WORKERS = ("StatefulSet", "LeaderWorkerSet")
@@ -128,6 +130,17 @@ def test_the_api_is_replaced_without_a_gap_and_stops_in_time(name: str):
         assert container[probe]["httpGet"]["path"] != "/readyz", "no worker runs, and the API has to take the calls"
 
 
+def test_a_pod_of_the_api_has_the_disk_of_its_node_for_archives_unless_a_value_bounds_it():
+    """An archive holds a copy of its largest file there, such as 64 GB of an optimizer. Kubernetes evicts a pod above
+    its bound, which `engine.free_disk_bytes` does not see."""
+    for storage, volume in (("", {}), ("100Gi", {"sizeLimit": "100Gi"})):
+        rendered = chart.render({**values("cpu-demo"), "api": {"storage": storage}})
+        (deployment,) = [one for one in rendered if one["kind"] == "Deployment"]
+        chart.validate(deployment)
+        (pod,) = chart.pods(deployment)
+        assert [one["emptyDir"] for one in pod["spec"]["volumes"] if one["name"] == "data"] == [volume]
+
+
 def _constant(file: str, name: str) -> str:
     (line,) = [line for line in (ROOT / file).read_text().splitlines() if line.startswith(f"{name} = ")]
     return line.removeprefix(f"{name} = ")
@@ -190,6 +203,22 @@ def test_the_hosts_of_a_group_share_the_data_folder_and_reach_each_other():
     assert policy["egress"] == [{"to": [{"podSelector": {"matchLabels": selector}}]}]
 
 
+def test_a_member_that_is_stopped_beside_its_leader_waits_until_its_ranks_have_ended(tmp_path: Path):
+    """Its sshd would end at once, and its ranks with it: rank 0 could not end in order."""
+    group = manifest("several-nodes", "LeaderWorkerSet", "-trainer-qwen3-235b")
+    (member,) = [each for each in chart.containers(group) if each["name"] == "member"]
+    shell, flag, script = member["lifecycle"]["preStop"]["exec"]["command"]
+    ranks = ["python", "-m", node.__name__]
+    for pid, command in enumerate((member["command"], [shell, flag, script], ranks), 1):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "cmdline").write_text("\0".join([*command, ""]))
+    with subprocess.Popen([shell, flag, script.replace("/proc", str(tmp_path))]) as waiting:
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(2)
+        (tmp_path / "3" / "cmdline").unlink()
+        assert waiting.wait(60) == 0
+
+
 def _directives(text: str) -> dict[str, str]:
     lines = (line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#"))
     return dict(line for line in lines)
@@ -207,6 +236,26 @@ def test_the_bundled_state_server_has_the_settings_of_the_compose_file():
         assert one["spec"]["replicas"] == 1
     (mount,) = [mount for mount in next(chart.containers(state))["volumeMounts"] if mount["mountPath"] == ours["dir"]]
     assert mount["name"] == claim["metadata"]["name"]
+
+
+def test_an_upgrade_or_a_setting_of_one_server_restarts_no_other_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def templates(**further: Any) -> dict[str, Any]:
+        rendered = chart.render({**values("cpu-demo"), **further})
+        return {one["metadata"]["name"]: one["spec"]["template"] for one in rendered if one["kind"] == "StatefulSet"}
+
+    def changed(found: dict[str, Any]) -> set[str]:
+        return {name for name, template in found.items() if template != before[name]}
+
+    before = templates()
+    assert changed(templates(broker={"maxmemory": "200mb"})) == {"tinsmith-broker"}
+    assert changed(templates(valkey={"maxmemory": "1gb"})) == {"tinsmith-valkey"}
+    newer = shutil.copytree(chart.CHART, tmp_path / "tinsmith")
+    about = newer / "Chart.yaml"
+    about.write_text(about.read_text().replace("0.1.0", "0.2.0"))
+    monkeypatch.setattr(chart, "CHART", newer)
+    assert changed(templates()) & {f"tinsmith-{server}" for server in ("valkey", "broker", "minio")} == set()
 
 
 def located(trigger: dict[str, Any]) -> tuple[str, dict[str, str]]:
