@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.services.openai.generation import held_back
-from app.services.openai.tool_arguments import Declared, declared, read_value
+from app.services.openai.tool_arguments import Declared, Kinds, declared, read_value
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END, _VALUE, _VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
@@ -155,9 +155,9 @@ def _qwen_xml(text: str, tools: Declared) -> list[ToolCall]:
     for part in _between(text, _CALL, _CALL_END):
         (function,) = _between(part, "<function=", "</function>")
         name, inside = _split(function, ">")
-        schemas = tools.get(name, {})
+        kinds = tools.get(name, {})
         parameters = [_split(one, ">") for one in _between(inside, "<parameter=", "</parameter>")]
-        calls.append(checked_call(name, {key: read_value(value, schemas.get(key)) for key, value in parameters}))
+        calls.append(checked_call(name, {key: read_value(value, kinds.get(key, Kinds())) for key, value in parameters}))
     return calls
 
 
@@ -167,12 +167,12 @@ def _glm(text: str, tools: Declared) -> list[ToolCall]:
     calls = []
     for part in _between(text, _CALL, _CALL_END):
         name, key, rest = part.partition(_KEY)
-        schemas, arguments = tools.get(name.strip(), {}), {}
+        kinds, arguments = tools.get(name.strip(), {}), {}
         for head, value in (_split(pair, _VALUE) for pair in _between(key + rest, _KEY, _VALUE_END)):
             key, behind = _split(head, _KEY_END)
             if behind.strip():
                 raise ValueError("text between a key and its value")
-            arguments[key] = read_value(value, schemas.get(key))
+            arguments[key] = read_value(value, kinds.get(key, Kinds()))
         calls.append(_of_tool(checked_call(name.strip(), arguments), tools))
     return calls
 

@@ -68,7 +68,6 @@ class Trainer(ABC):
         trained."""
         self._engine = self.start_engine()
         self._engine.hidden_states.check_runs(self._settings, self._engine.base.device)
-        self._engine.rest()
         self._models = self._make_models(self._engine)
         self._micro_batch_tokens = self._agreed_tokens()
         self._residency = Residency(self._engine.base.device, self._settings.trainer.device_models)

@@ -95,11 +95,11 @@ class Budget(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         if self._measured and any(tensor.is_complex() for tensor in inputs):
             raise TypeError("complex tensors are not allowed")
-        if func.overloadpacket in _DIVISIONS and given.get("rounding_mode") == "trunc":
-            _check_quotient(args[0], args[1])
         made = foretold(func, args, given, inputs)
         width = _result_width(func, given, inputs) if self._measured else _WIDEST
         self._spend(made * width, work(func, inputs, made, measured=self._measured))
+        if func.overloadpacket in _DIVISIONS and given.get("rounding_mode") == "trunc":
+            _check_quotient(args[0], args[1])  # once its size is known to fit
         return func(*args, **given)
 
     def _width(self, tensor: Tensor) -> int:

@@ -182,3 +182,36 @@ def test_text_of_any_length_takes_linear_time(family: str):
     for whole in (begin + "\n" * 1_000_000, begin * 100_000, begin + "{" * 500_000, (call + "?") * 10_000):
         shown, rest, calls = read(template, whole, 100)
         assert (shown + rest, calls) == (whole, [])
+
+
+class Counted(dict[str, Any]):
+    """A part of a schema that counts how often it is read."""
+
+    reads = 0
+
+    def get(self, *args: Any) -> Any:
+        self.reads += 1
+        return super().get(*args)
+
+
+@pytest.mark.parametrize(
+    ("family", "argument"),
+    [
+        ("Qwen with XML", "<parameter=days>\n3\n</parameter>\n"),
+        ("GLM", "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n"),
+    ],
+)
+def test_a_schema_is_read_once_for_all_arguments(family: str, argument: str):
+    part = Counted(type="integer")
+    declared = {"name": "weather", "parameters": {"properties": {"days": {"anyOf": [part]}}}}
+    form = format_of(FAMILIES[family].template)
+    assert form is not None
+    reads = []
+    for count in (1, 100):
+        part.reads = 0
+        (call,) = OfferedTools(form, [{"function": declared}]).parse(
+            FAMILIES[family].call.replace(argument.strip(), argument * count)
+        )
+        assert json.loads(call.arguments)["days"] == 3
+        reads.append(part.reads)
+    assert reads[0] == reads[1] > 0

@@ -50,6 +50,11 @@ BOMBS: dict[str, list[dict[str, Any]]] = {
         node("u", "unsqueeze", {"ref": "long"}, 1, method=True),
         node("a", "operator.mul", {"ref": "u"}, {"ref": "long"}),
     ],
+    "a quotient of integers": [
+        long_row,
+        node("u", "unsqueeze", {"ref": "long"}, 1, method=True),
+        node("a", "torch.div", {"ref": "u"}, {"ref": "long"}) | {"kwargs": {"rounding_mode": "trunc"}},
+    ],
     "matmul": [
         long_row,
         node("f", "float", {"ref": "long"}, method=True),
@@ -117,11 +122,9 @@ def test_what_python_would_let_grow_is_refused(case: str) -> None:
 def test_a_quotient_that_would_end_the_process_is_refused(dtype: str, divisor: int, is_method: bool) -> None:
     """A large divisor becomes -1 in narrower integers."""
     least = torch.iinfo(getattr(torch, dtype)).min
-    row = node("n", "new_full", L, {"tuple": [2]}, least, method=True)
-    row["kwargs"] = {"dtype": {"dtype": dtype}}
+    row = node("n", "new_full", L, {"tuple": [2]}, least, method=True) | {"kwargs": {"dtype": {"dtype": dtype}}}
     quotient = node("a", "div" if is_method else "torch.div", {"ref": "n"}, divisor, method=is_method)
-    quotient["kwargs"] = {"rounding_mode": "trunc"}
-    loss = run(graph(row, quotient), INPUTS)
+    loss = run(graph(row, quotient | {"kwargs": {"rounding_mode": "trunc"}}), INPUTS)
     if divisor == -1 or dtype != "int64":
         with pytest.raises(UserOpError, match=r"node a .*OverflowError: the least torch.int"):
             loss.differentiate(0, LOGPROBS)
