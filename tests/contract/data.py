@@ -46,7 +46,7 @@ def project_of(rest: tinker.RestClient, session: str) -> str:
     """The id of the session's project."""
     asked = types.SessionSearchRequest(session_id=session, owner=AccessibleSearchOwner())
     (found,) = rest.search_sessions(asked).result().sessions
-    return found.project_id
+    return str(found.project_id)
 
 
 def train(client: tinker.TrainingClient, steps: int, data: list[types.Datum] | None = None) -> list[float]:
