@@ -135,7 +135,7 @@ class Committer:
         started = time.monotonic()
         try:
             recorded = op_result.result, op_result.writes, op_result.failure
-            point = op_result.point and replace(op_result.point, seconds=round(pending.run_s, 3))
+            point = op_result.point and replace(op_result.point, seconds=round(pending.run_s, 6))
             usage = {**op_result.usage, DEVICE: pending.device_ms} if pending.device_ms else op_result.usage
             self._oplog.commit(resident.lease, entry.seq, *recorded, usage, point)
         except Fenced:
