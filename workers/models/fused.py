@@ -79,10 +79,8 @@ def fuse(model: Any) -> bool:
         vars(module).update(before)
         log.warning("%s: liger-kernel does not go with this transformers (%s)", _NO_KERNELS, error)
         return False
-    except BaseException:
+    finally:
         _restore(vars(module), before)
-        raise
-    _restore(vars(module), before)
     return True
 
 

@@ -125,9 +125,8 @@ def foretold(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], i
         return 0
     if torch.Tag.pointwise in func.tags and inputs:
         return prod(torch.broadcast_shapes(*(tensor.shape for tensor in inputs)))  # type: ignore[no-untyped-call]
-    if func.overloadpacket in _NO_LARGER and all(
-        tensor.numel() for tensor in inputs
-    ):  # a sum over no rows has elements
+    # A sum over no rows has elements.
+    if func.overloadpacket in _NO_LARGER and all(0 not in tensor.shape for tensor in inputs):
         return len(func._schema.returns) * _elements(inputs)
     if func is _ATEN.nonzero.default:
         return inputs[0].numel() * inputs[0].dim()
