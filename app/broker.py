@@ -22,6 +22,8 @@ from kombu.utils.url import parse_url
 from redis import ConnectionPool, Redis, RedisError
 from redis.client import PubSub
 
+from app.errors import SetupError
+
 
 class _InHand(virtual.QoS):  # type: ignore[misc]
     """The messages that this worker has. Only the worker knows them."""
@@ -75,8 +77,14 @@ def register() -> None:
 def tls(url: str) -> dict[str, Any] | bool:
     """The TLS options of a rediss:// broker, for Celery and Flower; False for a broker without TLS.
 
-    The server's certificate is checked unless the URL says otherwise. kombu would not check it.
+    The server's certificate is checked unless the URL says otherwise. kombu would not check it. Raises SetupError when
+    kombu does not know what the URL says.
     """
     if urlsplit(url).scheme != "rediss":
         return False
-    return {"ssl_cert_reqs": ssl.CERT_REQUIRED, **parse_url(url).get("ssl", {})}
+    try:
+        asked = parse_url(url).get("ssl", {})
+    except KeyError as error:
+        found = error.args[0]
+        raise SetupError(f"the broker's URL has ssl_cert_reqs={found}; write required, optional or none") from None
+    return {"ssl_cert_reqs": ssl.CERT_REQUIRED, **asked}

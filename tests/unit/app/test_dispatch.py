@@ -17,6 +17,7 @@ from kombu import Consumer, Exchange, Queue
 
 from app import dispatch
 from app.dispatch import Dispatcher, TaskEvents, TickSender, celery_app
+from app.errors import SetupError
 from app.settings import RedisSettings, Settings
 from app.stores.redis.client import connect
 from app.stores.redis.types import Holder
@@ -86,6 +87,8 @@ def test_the_dashboard_gets_the_tls_options_of_the_url(tmp_path: Path):
     assert at("rediss://a:1/0?ssl_ca_certs=/ca.pem", tmp_path).conf.broker_use_ssl == options
     unchecked = at("rediss://a:1/0?ssl_cert_reqs=none", tmp_path)
     assert unchecked.conf.broker_use_ssl == {"ssl_cert_reqs": ssl.CERT_NONE}
+    with pytest.raises(SetupError, match="ssl_cert_reqs=REQUIRED; write required"):
+        at("rediss://a:1/0?ssl_cert_reqs=REQUIRED", tmp_path)
     assert not at("redis://a:1/0", tmp_path).conf.broker_use_ssl
 
 
