@@ -96,14 +96,14 @@ def find_public(records: RedisRecords, path: TinkerPath) -> Checkpoint | None:
 
 
 def list_run_checkpoints(
-    records: RedisRecords, model_ids: Sequence[str], caller: Caller
+    records: RedisRecords, model_ids: Sequence[str], caller: Caller, *, newest: bool = False
 ) -> list[list[ListedCheckpoint]]:
     """For each run its checkpoints that the caller may read; of another project's run these are the public ones. Newest
-    first and without the expired ones, as in `list_checkpoints`."""
+    first and without the expired ones, as in `list_checkpoints`. With `newest` there may be only the newest of each
+    kind."""
     prefixes = [ids.checkpoint_path_prefix(model_id) for model_id in model_ids]
-    return [
-        _newest_first(records, found.items()) for found in records.readable_checkpoints(prefixes, caller.roles.keys())
-    ]
+    stored = records.readable_checkpoints(prefixes, caller.roles.keys(), newest=newest)
+    return [_newest_first(records, found.items()) for found in stored]
 
 
 def list_checkpoints(records: RedisRecords, projects: Set[str]) -> list[ListedCheckpoint]:

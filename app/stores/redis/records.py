@@ -24,8 +24,6 @@ from app.stores.redis.types import Record
 _POINT_FIELDS = {each.name for each in dataclasses.fields(Point)} - {"kind", "seq", "at"}
 # Records per round trip: the server answers other clients in between, and 10,000 records are never in memory at once.
 _SLICE = 500
-# Runs whose checkpoints are read in one round trip: the server runs as many scripts before it answers other clients.
-_PREFIXES = 20
 _CHECKPOINTS, _SESSIONS, _MODELS = "checkpoints", "sessions", "models"
 # A deletion between two reads makes a right list look wrong; it hardly ever comes this often in a row.
 _TRIES = 3
@@ -171,16 +169,23 @@ class RedisRecords:
                     self._redis.zrem(index, key)
 
     def readable_checkpoints(
-        self, prefixes: Sequence[str], projects: Collection[str]
+        self, prefixes: Sequence[str], projects: Collection[str], *, newest: bool = False
     ) -> Iterator[dict[str, dict[str, str]]]:
         """For each prefix the checkpoints whose path starts with it and that are public or owned by one of the
-        projects, by path. It is one round trip for some prefixes, also for those that do not exist."""
-        owners = [json.dumps(project) for project in sorted(projects)]
-        for start in range(0, len(prefixes), _PREFIXES):
-            calls = [(prefix, *owners) for prefix in prefixes[start : start + _PREFIXES]]
-            for found in self._run.each("readable_checkpoints", calls):
-                records = zip(found[::2], found[1::2], strict=True)
-                yield {path.decode(): text_fields(_paired(parts)) for path, parts in records}
+        projects. With `newest` they are few: among them is the newest of each kind, and none that has expired."""
+        asked = prefixes, _SLICE, _as_owners(projects)
+        if newest:
+            replies = self._run.by_prefix("newest_checkpoints", *asked)
+        else:
+            replies = self._run.by_prefix("readable_checkpoints", *asked)
+        for found in replies:
+            records = zip(found[::2], found[1::2], strict=True)
+            yield {path.decode(): text_fields(_paired(parts)) for path, parts in records}
+
+    def size_of_checkpoints(self, prefixes: Sequence[str], projects: Collection[str]) -> Iterator[tuple[int, int]]:
+        """For each prefix the number of its `readable_checkpoints`, and their bytes."""
+        for found in self._run.by_prefix("size_of_checkpoints", prefixes, _SLICE, _as_owners(projects)):
+            yield sum(found[::2]), sum(map(int, found[1::2]))
 
     def list_checkpoints(self, projects: Collection[str]) -> dict[str, dict[str, str]]:
         """The checkpoints of these projects, by path. The owner in a record is its owner when it was read.
@@ -366,6 +371,10 @@ def _point(id_: bytes, fields: Mapping[bytes, bytes]) -> Point:
 
 def _recorded(one: Recorded) -> str:
     return json.dumps([one.step, one.metrics])
+
+
+def _as_owners(projects: Collection[str]) -> list[str]:
+    return [json.dumps(project) for project in sorted(projects)]
 
 
 def _retained(fields: Record) -> list[str]:

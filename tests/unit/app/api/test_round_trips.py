@@ -14,7 +14,6 @@ from werkzeug.test import TestResponse
 
 from app import ids
 from app.domain.records import Checkpoint
-from app.stores.redis import records
 from app.stores.redis.client import connect
 from app.stores.redis.records import dump
 from tests.unit.app.conftest import BASE, Api, batch
@@ -111,7 +110,7 @@ def test_a_key_of_an_account_costs_one_more(api: Api, tenant: Tenant) -> None:
 
 
 def test_a_long_list_of_runs_is_read_some_runs_at_a_time(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_PREFIXES", 2)
+    monkeypatch.setattr("app.stores.redis.client._PREFIXES", 2)
     session = api.session()
     runs = [api.model(session, model_seq_id=number) for number in range(5)]
     saved = {run: save(api, run, "last") for run in runs}
@@ -136,6 +135,7 @@ def test_the_clock_is_asked_for_once_where_a_checkpoint_expires(api: Api) -> Non
     kept, now = save(api, run, "kept"), api.services.records.now()
     save(api, run, "gone", now - 1)
     later = save(api, run, "later", now + 3600)
+    api.get(f"training_runs/{run}/checkpoints")
     with round_trips() as sent:
         found = api.get(f"training_runs/{run}/checkpoints").json["checkpoints"]
     assert {one["tinker_path"] for one in found} == {kept, later}
