@@ -26,6 +26,7 @@ from app.services.tenants.access import (
     list_checkpoints,
     load_checkpoint,
     load_owned,
+    page_of_checkpoints,
 )
 from app.services.tenants.limits import QuotaService
 from app.services.training import check_ttl
@@ -56,8 +57,7 @@ class CheckpointService:
 
     def list_all(self, caller: Caller, page: Page) -> dict[str, Any]:
         """Checkpoints of all runs in the projects where the caller may work, newest first."""
-        found = list_checkpoints(self._records, projects(caller, "owned"))
-        shown, cursor = page.of(found)
+        shown, cursor = page_of_checkpoints(self._records, projects(caller, "owned"), page)
         return {"checkpoints": [checkpoint_view(path, one) for path, one in shown], "cursor": cursor}
 
     def describe_weights(self, path: ids.TinkerPath, caller: Caller) -> dict[str, Any]:

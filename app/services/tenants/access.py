@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -21,7 +22,7 @@ from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, Upload
 from app.errors import BadRequest, Forbidden, InvalidToken, NotFound, Unauthorized
 from app.ids import TinkerPath
 from app.services.tenants.accounts import AccountService, hash_secret
-from app.services.views import is_wanted, user_urn
+from app.services.views import Page, is_wanted, user_urn
 from app.settings import hash_key
 from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Record
@@ -110,6 +111,21 @@ def list_checkpoints(records: RedisRecords, projects: Set[str]) -> list[ListedCh
     """The checkpoints of all runs in the projects, newest first and without the expired ones. An index names them: no
     other checkpoint is read."""
     return _newest_first(records, records.list_checkpoints(projects).items())
+
+
+def page_of_checkpoints(
+    records: RedisRecords, projects: Set[str], page: Page
+) -> tuple[list[ListedCheckpoint], dict[str, int]]:
+    """A page of `list_checkpoints`, and its cursor. Only the checkpoints on the page are read whole."""
+    heads = records.list_checkpoints(projects, ("created", "expires_at"))
+    created = {path: float(head["created"]) for path, head in heads.items()}
+    expiring = {path: float(at) for path, head in heads.items() if (at := head.get("expires_at", "null")) != "null"}
+    if expiring:
+        now = records.now()
+        created = {path: at for path, at in created.items() if expiring.get(path, math.inf) > now}
+    shown, cursor = page.of(sorted(created, key=lambda path: (-created[path], path)))
+    found = [(path, load(Checkpoint, fields)) for path, fields in records.read(Checkpoint.namespace, shown) if fields]
+    return [(path, one) for path, one in found if one.owner in projects], cursor
 
 
 def first_wanted(

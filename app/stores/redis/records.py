@@ -11,9 +11,20 @@ from typing import Literal, TypeVar, cast
 import redis
 
 from app import ids
-from app.domain.accounts import Account, Key, Organisation, Project, User
+from app.domain.accounts import Account, Key, User
 from app.domain.progress import Point, Progress, Recorded
-from app.domain.records import Checkpoint, Demand, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Upload, Worker
+from app.domain.records import (
+    Checkpoint,
+    Demand,
+    Loss,
+    Model,
+    Refusal,
+    Sampler,
+    Session,
+    ShmTransfer,
+    Upload,
+    Worker,
+)
 from app.errors import NotFound, TooLarge, Unavailable
 from app.settings import EngineSettings
 from app.stores.pages import Ledger
@@ -36,28 +47,11 @@ Stored = tuple[str, Record]
 """A record's id and its fields."""
 
 
-R = TypeVar(
-    "R",
-    Session,
-    Model,
-    Sampler,
-    ShmTransfer,
-    Checkpoint,
-    Upload,
-    Loss,
-    Worker,
-    Refusal,
-    Demand,
-    Organisation,
-    Project,
-    User,
-    Key,
-)
+Storable = Session | Model | Sampler | ShmTransfer | Checkpoint | Upload | Loss | Worker | Refusal | Demand | Account
+R = TypeVar("R", bound=Storable)
 
 
-def dump(
-    record: Session | Model | Sampler | ShmTransfer | Checkpoint | Upload | Loss | Worker | Refusal | Demand | Account,
-) -> dict[str, str]:
+def dump(record: Storable) -> dict[str, str]:
     """Converts a record to its fields, each as JSON text."""
     return {f.name: json.dumps(getattr(record, f.name)) for f in dataclasses.fields(record)}
 
@@ -187,14 +181,15 @@ class RedisRecords:
         for found in self._run.by_prefix("size_of_checkpoints", prefixes, _SLICE, _as_owners(projects)):
             yield sum(found[::2]), sum(map(int, found[1::2]))
 
-    def list_checkpoints(self, projects: Collection[str]) -> dict[str, dict[str, str]]:
-        """The checkpoints of these projects, by path. The owner in a record is its owner when it was read.
+    def list_checkpoints(self, projects: Collection[str], names: Sequence[str] = ()) -> dict[str, dict[str, str]]:
+        """The checkpoints of these projects, by path; with `names` some fields of each, among them at least these. The
+        owner in a record is its owner when it was read.
 
         Reads no other checkpoint, except after a process of an earlier version changed one of these: such a process
         leaves the projects' lists as they are. All checkpoints are read then, and the lists are corrected.
         """
         for _ in range(_TRIES):
-            listed = self._listed(projects)
+            listed = self._listed(projects, names)
             if listed is not None:
                 return listed
         found = {path: fields for path, fields in self.list(_CHECKPOINTS) if json.loads(fields["owner"]) in projects}
@@ -202,7 +197,7 @@ class RedisRecords:
             self._relist(project, {path for path, fields in found.items() if json.loads(fields["owner"]) == project})
         return found
 
-    def _listed(self, projects: Collection[str]) -> dict[str, dict[str, str]] | None:
+    def _listed(self, projects: Collection[str], names: Sequence[str]) -> dict[str, dict[str, str]] | None:
         """The checkpoints on the projects' lists; None if a list may be wrong.
 
         A list is right if each of its checkpoints is the project's, and their bytes are the sum that every version
@@ -216,7 +211,8 @@ class RedisRecords:
             (since, *sums), *lists = pipe.execute()
         found: dict[str, dict[str, str]] = {}
         for project, held, listed in zip(projects, sums, lists, strict=True):
-            its = dict(self.read(_CHECKPOINTS, [path.decode() for path in listed]))
+            paths, few = [path.decode() for path in listed], ("owner", "size_bytes", *names)
+            its = dict(self.read_fields(_CHECKPOINTS, paths, few) if names else self.read(_CHECKPOINTS, paths))
             if any(json.loads(fields.get("owner", "null")) != project for fields in its.values()):
                 return None
             if sum(int(fields["size_bytes"]) for fields in its.values()) != int(held or 0):
@@ -287,13 +283,13 @@ class RedisRecords:
             yield from slice_
 
     def _id_slices(self, namespace: str, prefix: str) -> Iterator[Sequence[str]]:
-        after = f"[{prefix}"
+        first, last = b"[" + prefix.encode(), b"[" + prefix.encode() + b"\xff"
         while True:
-            slice_ = _ids(self._redis, keys.index(namespace), after, prefix)
-            yield slice_
+            slice_ = self._redis.zrangebylex(keys.index(namespace), cast(str, first), cast(str, last), 0, _SLICE)
+            yield [id_.decode() for id_ in cast(list[bytes], slice_)]
             if len(slice_) < _SLICE:
                 return
-            after = f"({slice_[-1]}"
+            first = b"(" + cast(list[bytes], slice_)[-1]
 
     def read(self, namespace: str, ids: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
         """Reads records by their ids, a slice at a time; a missing one has no fields."""
@@ -303,6 +299,17 @@ class RedisRecords:
                     pipe.hgetall(keys.record(namespace, id_))
                 found = pipe.execute()
             yield from zip(slice_, map(text_fields, found), strict=True)
+
+    def read_fields(
+        self, namespace: str, ids: Sequence[str], names: Sequence[str]
+    ) -> Iterator[tuple[str, dict[str, str]]]:
+        """Reads some fields of records by their ids, as `read` does. One reply of plain values is parsed in a tenth of
+        the time of many replies."""
+        for slice_ in _slices(ids):
+            found = self._run("read_fields", namespace, len(names), *names, *slice_)
+            values = (found[start : start + len(names)] for start in range(0, len(found), len(names)))
+            for id_, its in zip(slice_, values, strict=True):
+                yield id_, {name: text.decode() for name, text in zip(names, its, strict=True) if text is not None}
 
     def progress(self, model_ids: Sequence[str], most_points: int) -> Sequence[Progress]:
         """The progress of each model, with at most `most_points` points; an empty one for an unknown or ended model."""
@@ -354,12 +361,6 @@ class RedisRecords:
         """Unix time in seconds by the server's clock, the only one that decides whether a record has expired."""
         seconds, micros = self._redis.time()
         return seconds + micros / 1e6
-
-
-def _ids(client: redis.Redis, index: str, after: str, prefix: str) -> list[str]:
-    last = b"[" + prefix.encode() + b"\xff"
-    found = client.zrangebylex(index, after, cast(str, last), 0, _SLICE)
-    return [key.decode() for key in cast(list[bytes], found)]
 
 
 def _point(id_: bytes, fields: Mapping[bytes, bytes]) -> Point:

@@ -250,6 +250,17 @@ local size = 0
 for _, one in ipairs(readable) do size = size + one[2] end
 return {last, #readable, string.format('%.0f', size)}
 
+-- script: read_fields flags=no-writes
+-- Read some fields of records. ARGV: namespace, number of the fields, their names, ids. Returns the values of each id in
+-- turn, false for a missing one.
+local names, found = {unpack(ARGV, 3, 2 + ARGV[2])}, {}
+for i = 3 + ARGV[2], #ARGV do
+  for _, value in ipairs(redis.call('HMGET', 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[i], unpack(names))) do
+    found[#found + 1] = value
+  end
+end
+return found
+
 -- script: key_and_user flags=no-writes
 -- Read an API key and its user, since every request of an account needs both. ARGV: key id. Returns the fields and values
 -- of the key, and those of its user; of each none if there is none.

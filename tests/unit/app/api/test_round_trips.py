@@ -15,7 +15,7 @@ from werkzeug.test import TestResponse
 from app import ids
 from app.domain.records import Checkpoint
 from app.stores.redis.client import connect
-from app.stores.redis.records import dump
+from app.stores.redis.records import RedisRecords, dump
 from tests.unit.app.conftest import BASE, Api, batch
 from tests.unit.app.tenant import Tenant
 
@@ -28,7 +28,7 @@ READS: dict[str, tuple[int, Read]] = {
     "run": (2, lambda api, run: api.get(f"training_runs/{run}")),
     "runs": (3, lambda api, _: api.get("training_runs")),
     "checkpoints of a run": (1, lambda api, run: api.get(f"training_runs/{run}/checkpoints")),
-    "checkpoints": (2, lambda api, _: api.get("checkpoints")),
+    "checkpoints": (3, lambda api, _: api.get("checkpoints")),
     "a finished future": (3, lambda api, run: api.post("retrieve_future", {"request_id": ids.request_id(run, 0)})),
     "the queue": (9, lambda api, _: api.get("queue")),
     "a search of sessions": (3, lambda api, _: api.post("sessions/search", {})),
@@ -128,6 +128,32 @@ def test_runs_are_listed_also_by_a_server_that_has_forgotten_its_scripts(api: Ap
         client.script_flush()
     (listed,) = api.get("training_runs").json["training_runs"]
     assert listed["last_checkpoint"]["tinker_path"] == saved
+
+
+def test_of_a_list_of_checkpoints_only_those_on_the_page_are_read_whole(api: Api, state_url: str) -> None:
+    run, now = api.model(), api.services.records.now()
+    saved = [save(api, run, f"{number}", now + 60 * number - 30) for number in range(6)]
+    with connect(state_url) as client:
+        client.config_resetstat()
+        listed = api.get("checkpoints?offset=1&limit=2").json
+        assert client.info("commandstats")["cmdstat_hgetall"]["calls"] == 2
+    assert [one["tinker_path"] for one in listed["checkpoints"]] == saved[2:4], "the first one has expired"
+    assert listed["cursor"] == {"offset": 1, "limit": 2, "total_count": 5}
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_not_shown(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = api.model()
+    gone, kept = save(api, run, "gone"), save(api, run, "kept")
+    read = RedisRecords.read
+
+    def read_late(self: RedisRecords, *asked: Any) -> Any:
+        self.delete(Checkpoint.namespace, gone)
+        return read(self, *asked)
+
+    monkeypatch.setattr(RedisRecords, "read", read_late)
+    assert [one["tinker_path"] for one in api.get("checkpoints").json["checkpoints"]] == [kept]
 
 
 def test_the_clock_is_asked_for_once_where_a_checkpoint_expires(api: Api) -> None:
