@@ -36,7 +36,7 @@ class Teardown:
         a model again."""
         self._lifecycle.finish(session_id, reason)
         self._free(self._models(session_id))
-        self._lifecycle.abort_samples()
+        self._lifecycle.abort_samples(session_id)
 
     def unload(self, model_id: str) -> None:
         """Releases the model from its trainer's memory once its waiting Ops have run. A later Op loads it again."""
@@ -49,7 +49,7 @@ class Teardown:
         holder = self._lifecycle.end_model(model_id)
         if holder is not None:
             self._clear(model_id, holder, self._lifecycle.adapters(model_id))
-            self._lifecycle.abort_samples()
+            self._lifecycle.abort_samples(ids.session_of(model_id))
 
     def retire(self, session_id: str, until: float = math.inf) -> None:
         """Tears down the rest of a session that ended long ago, or of a large one a part: call it again until the
