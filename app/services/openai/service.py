@@ -3,6 +3,7 @@ into answers."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -30,7 +31,7 @@ from app.services.openai.streaming import Asked, ResultStream
 from app.services.openai.tokenizer import Tokenizers
 from app.services.polling import LongPollLimiter
 from app.services.sampling import SamplingService, check_size
-from app.services.tenants.access import check_role, list_checkpoints, load_readable
+from app.services.tenants.access import check_role, list_fields, load_readable
 from app.services.tenants.limits import QuotaService
 from app.settings import LimitSettings
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -44,6 +45,8 @@ MakeForm = Callable[[ParseOptions], Form]
 
 _SCHEME = "tinker://"
 _KIND = "sampler_weights"
+_SELECTING = ("kind", "base_model", "lora")
+"""The fields of a checkpoint that decide if it can be sampled from."""
 
 
 class Answer:
@@ -242,9 +245,12 @@ class Samplers:
     def models(self, caller: Caller) -> list[tuple[str, float]]:
         """(name, creation time) of the base models and the caller's sampler checkpoints that have a live sampler."""
         live = self._bases.live()
-        theirs = sorted(list_checkpoints(self._records, caller.roles.keys()), key=lambda pair: pair[0])
         found = [(name, 0.0) for name in self._bases.names() if ("sampler", name) in live]
-        return found + [(path, one.created) for path, one in theirs if _is_sampled(one, live)]
+        names = ("created", *_SELECTING)
+        for path, fields in sorted(list_fields(self._records, caller.roles.keys(), *names).items()):
+            if _is_sampled(*(json.loads(fields[name]) for name in _SELECTING), live=live):
+                found.append((path, json.loads(fields["created"])))
+        return found
 
     def created(self, caller: Caller, name: str) -> float | None:
         """The creation time of the one of these `models` with this name; None if there is none."""
@@ -255,7 +261,7 @@ class Samplers:
             found = load_readable(self._records, Checkpoint, name, caller)
         except NotFound:
             return None
-        return found.created if _is_sampled(found, live) else None
+        return found.created if _is_sampled(found.kind, found.base_model, found.lora, live=live) else None
 
     def keep_alive(self, caller: Caller) -> None:
         """Keeps the caller's session alive while a request runs."""
@@ -266,9 +272,9 @@ def _entry(name: str, created: float) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": int(created), "owned_by": "tinsmith"}
 
 
-def _is_sampled(checkpoint: Checkpoint, live: Set[tuple[str, str]]) -> bool:
-    """True for weights to sample from, if their sampler is among the `live` ones."""
-    return checkpoint.kind == _KIND and (sampler_role(full=checkpoint.full), checkpoint.base_model) in live
+def _is_sampled(kind: str, base_model: str, lora: Mapping[str, Any], *, live: Set[tuple[str, str]]) -> bool:
+    """True for a checkpoint with these fields to sample from, if its sampler is among the `live` ones."""
+    return kind == _KIND and (sampler_role(full=not lora), base_model) in live
 
 
 def _sampling(asked: Mapping[str, Any], most: int | None, top: int, schema: str = "") -> Sampling:

@@ -98,6 +98,19 @@ def test_to_retrieve_a_model_reads_no_list_of_checkpoints(openai: OpenAi, monkey
     assert [retrieved(openai, model).status_code for model in (BASE, path, trained)] == [200, 200, 404]
 
 
+def test_models_are_listed_without_reading_their_checkpoints_whole(openai: OpenAi, state_url: str):
+    def whole_records() -> int:
+        with connect(state_url) as client:
+            client.config_resetstat()
+            openai.models()
+            return int(client.info("commandstats")["cmdstat_hgetall"]["calls"])
+
+    before = whole_records()
+    paths = [save_checkpoint(openai.api, openai.api.model(), "sampler_weights") for _ in range(3)]
+    assert whole_records() == before
+    assert openai.models() == [BASE, *sorted(paths)]
+
+
 def test_all_calls_of_an_owner_are_in_one_session_that_they_keep_alive(openai: OpenAi):
     openai.standin.says("cd")
     for _ in range(2):
