@@ -331,7 +331,7 @@ class RedisRecords:
         return [[Recorded(*json.loads(fields[b"point"])) for _, fields in rows] for rows in found]
 
     def note(self, ledger: Ledger, project: str, key: str, text: str, *, urgent: bool = False) -> None:
-        """Writes an entry on this hour's page of a project's book (app/stores/pages.py), unless the page has an entry
+        """Writes an entry on this hour's page of a project's ledger (app/stores/pages.py), unless the page has an entry
         with this key.
 
         Raises Unavailable while there is no room, unless the entry is `urgent`.
