@@ -18,7 +18,7 @@ from app.errors import NotFound, TooLarge, Unavailable
 from app.settings import EngineSettings
 from app.stores.pages import Ledger
 from app.stores.redis import keys
-from app.stores.redis.client import Scripts, flat, is_outage, read_hash, text_fields
+from app.stores.redis.client import Scripts, flat, is_outage, read_hash, slices, text_fields
 from app.stores.redis.types import Record
 
 _POINT_FIELDS = {each.name for each in dataclasses.fields(Point)} - {"kind", "seq", "at"}
@@ -176,8 +176,8 @@ class RedisRecords:
         """For each prefix the checkpoints whose path starts with it and that are public or owned by one of the
         projects, by path. It is one round trip for some prefixes, also for those that do not exist."""
         owners = [json.dumps(project) for project in sorted(projects)]
-        for start in range(0, len(prefixes), _PREFIXES):
-            calls = [(prefix, *owners) for prefix in prefixes[start : start + _PREFIXES]]
+        for slice_ in slices(prefixes, _PREFIXES):
+            calls = [(prefix, *owners) for prefix in slice_]
             for found in self._run.each("readable_checkpoints", calls):
                 records = zip(found[::2], found[1::2], strict=True)
                 yield {path.decode(): text_fields(_paired(parts)) for path, parts in records}
@@ -222,7 +222,7 @@ class RedisRecords:
     def _relist(self, project: str, owned: Set[str]) -> None:
         listed = cast(set[bytes], self._redis.smembers(keys.checkpoints_of(project)))
         with _outage_tolerated():
-            for slice_ in _slices(sorted(owned | {path.decode() for path in listed})):
+            for slice_ in slices(sorted(owned | {path.decode() for path in listed}), _SLICE):
                 self._run("relist", project, *slice_)
 
     def list_sessions(self, projects: Collection[str]) -> Sequence[tuple[float, str]]:
@@ -257,7 +257,7 @@ class RedisRecords:
         """Corrects the lists of these sessions or runs, and of all that are gone."""
         listed = cast(list[bytes], self._redis.hkeys(keys.owners(namespace.removesuffix("s"))))
         with _outage_tolerated():
-            for slice_ in _slices(sorted({*ids, *(id_.decode() for id_ in listed)})):
+            for slice_ in slices(sorted({*ids, *(id_.decode() for id_ in listed)}), _SLICE):
                 self._relist_owned(namespace, slice_)
 
     def correct_some(self, namespace: Literal["sessions", "models"], after: str, limit: int) -> str:
@@ -292,7 +292,7 @@ class RedisRecords:
 
     def read(self, namespace: str, ids: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
         """Reads records by their ids, a slice at a time; a missing one has no fields."""
-        for slice_ in _slices(ids):
+        for slice_ in slices(ids, _SLICE):
             with self._redis.pipeline(transaction=False) as pipe:
                 for id_ in slice_:
                     pipe.hgetall(keys.record(namespace, id_))
@@ -374,10 +374,6 @@ def _retained(fields: Record) -> list[str]:
 
 def _paired(parts: Sequence[bytes]) -> dict[bytes, bytes]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
-def _slices(ids: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (ids[start : start + _SLICE] for start in range(0, len(ids), _SLICE))
 
 
 @contextmanager
