@@ -11,7 +11,7 @@ from typing import Literal, TypeVar, cast
 import redis
 
 from app import ids
-from app.domain.accounts import Account, Key, Organisation, Project, User
+from app.domain.accounts import Account, Key, User
 from app.domain.progress import Point, Progress, Recorded
 from app.domain.records import Checkpoint, Demand, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Upload, Worker
 from app.errors import NotFound, TooLarge, Unavailable
@@ -36,30 +36,11 @@ RETAINED = ("owner", "prefix", "public", "expires_at", "expiry_by")
 """A checkpoint that is overwritten, moved, published or given a TTL differs in one of these fields."""
 Stored = tuple[str, Record]
 """A record's id and its fields."""
+AnyRecord = Session | Model | Sampler | ShmTransfer | Checkpoint | Upload | Loss | Worker | Refusal | Demand | Account
+R = TypeVar("R", bound=AnyRecord)
 
 
-R = TypeVar(
-    "R",
-    Session,
-    Model,
-    Sampler,
-    ShmTransfer,
-    Checkpoint,
-    Upload,
-    Loss,
-    Worker,
-    Refusal,
-    Demand,
-    Organisation,
-    Project,
-    User,
-    Key,
-)
-
-
-def dump(
-    record: Session | Model | Sampler | ShmTransfer | Checkpoint | Upload | Loss | Worker | Refusal | Demand | Account,
-) -> dict[str, str]:
+def dump(record: AnyRecord) -> dict[str, str]:
     """Converts a record to its fields, each as JSON text."""
     return {f.name: json.dumps(getattr(record, f.name)) for f in dataclasses.fields(record)}
 
