@@ -10,7 +10,6 @@ from typing import Literal, TypeVar, cast
 
 import redis
 
-from app import ids
 from app.domain.accounts import Account, Key, User
 from app.domain.progress import Point, Progress, Recorded
 from app.domain.records import Checkpoint, Demand, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Upload, Worker
@@ -291,12 +290,6 @@ class RedisRecords:
             Progress(int(steps or 0), int(tokens or 0), [_point(*row) for row in reversed(rows)])
             for (steps, tokens), rows in zip(found[::2], found[1::2], strict=True)
         ]
-
-    def holders(self, model_ids: Sequence[str]) -> Sequence[str]:
-        """The node of the worker that holds each model in memory; empty if none does."""
-        leases = [keys.lease(model_id) for model_id in model_ids]
-        found = cast("list[bytes | None]", self._redis.mget(leases) if leases else [])
-        return [ids.node_of(lease.decode()) if lease else "" for lease in found]
 
     def record(self, model_id: str, found: Iterable[Recorded]) -> None:
         """Keeps metrics that a client recorded for a run, those of a repeated event once; nothing happens once the run
