@@ -86,8 +86,8 @@ class QueueService:
         self._recent_backlogs = Recent(self._read_backlogs)
 
     def list(self, caller: Caller, page: Page) -> dict[str, Any]:
-        """The body of GET queue: training calls by model and seq, then sampling requests by admission. Raises
-        Unavailable."""
+        """The body of GET queue: training calls by model and seq, then sampling requests, those that are throttled or
+        paused last. Raises Unavailable."""
         snapshot = self._snapshots.newest(_SNAPSHOT_AGE_S)
         if snapshot is None:
             raise Unavailable(STATE_SERVER_AWAY)

@@ -143,7 +143,12 @@ class SamplerSettings(Section):
         description="a sampler restarts when its engine runs requests but makes no progress for this long: no token, "
         "and with the transformers sampler no layer",
     )
-    cache_bytes: int = Field(8 * 2**30, ge=0, description="most bytes of unused adapter files kept on disk")
+    cache_bytes: int = Field(
+        8 * 2**30,
+        ge=0,
+        description="unused adapter files are deleted, the least recently used first, while all adapter files on the "
+        "disk have more bytes than this",
+    )
     engine_args: dict[str, Any] = Field(
         {}, description="further vLLM engine arguments, passed on unchanged; none of speculative decoding"
     )

@@ -23,6 +23,7 @@ from app.ids import TinkerPath
 from app.services.tenants.accounts import AccountService, hash_secret
 from app.services.views import is_wanted, user_urn
 from app.settings import hash_key
+from app.stores.redis.client import slices
 from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Record
 
@@ -121,8 +122,7 @@ def first_wanted(
         return list(listed[:most])
     found: list[ListedCheckpoint] = []
     users: dict[str, str] = {}
-    for start in range(0, len(listed), _SLICE):
-        slice_ = listed[start : start + _SLICE]
+    for slice_ in slices(listed, _SLICE):
         sessions = {ids.session_of(one.model_id) for _, one in slice_}
         users |= users_of(records, sessions - users.keys())
         for path, one in slice_:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import redis
 
@@ -24,6 +24,7 @@ from app.stores.redis import keys, scripts, sentinel
 from app.stores.redis.durability import CONFIRMED, NotDurable, check_connection, confirmed
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 # redis-py's own pool raises at its 100th connection; 1,200 threads that wait for a free one need far fewer.
 _CONNECTIONS = 64
 _WAIT_S = 10
@@ -90,6 +91,11 @@ def read_hash(client: redis.Redis, key: str) -> dict[bytes, bytes]:
 
 def text_fields(fields: Mapping[bytes, bytes]) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in fields.items()}
+
+
+def slices(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """The items in slices of `size`: the server answers other clients between two round trips."""
+    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 def flat(fields: Mapping[str, str] | Mapping[str, int]) -> list[str | int]:

@@ -110,7 +110,7 @@
     index:<namespace>   ZSET  the ids of a namespace, all of score 0, so that they are in order
     stream:<request>    STREAM  on the broker: the tokens of a sampling request with a streamed answer: index, place,
                               tokens, logprobs; expires, and may be lost: the result holds all tokens
-    page:<page>         HASH  usage or audit entries of a project in one hour: "<book>/<project>/<hour>"
+    page:<page>         HASH  usage or audit entries of a project in one hour: "<ledger>/<project>/<hour>"
                               (app/stores/pages.py); moves to the object store when the hour is over
     month:<project>/<month>  HASH  "<kind> <base model>" -> usage of a project in one month, counted from January 1970;
                               a budget is compared with it; expires
