@@ -350,7 +350,7 @@ class Trainer(ABC):
 
     def _make_models(self, engine: Engine) -> Models:
         if not self._full:
-            return AdapterModels(engine, self._settings.path)
+            return AdapterModels(engine, self._settings.hub_id)
         warn_if_short(engine.base.model, self._settings.trainer, engine.base.device)
         master_device = torch.device("cpu") if self._settings.trainer.offload else engine.base.device
         return FullFinetuneModels(engine, ComputeCopy(engine), self._settings.path, master_device)
