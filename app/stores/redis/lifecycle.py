@@ -131,6 +131,11 @@ class RedisLifecycle:
         session is not retired any more."""
         return bool(self._run("end_sampler", sampler_id, self._retain_ms if retired else "", self._unread_s))
 
+    def end_samplers(self, sampler_ids: Sequence[str], *, retired: bool) -> None:
+        """Removes the records of many samplers, as `end_sampler` does."""
+        for slice_ in _slices(sampler_ids, _ENDED_AT_ONCE):
+            self._run("end_samplers", self._retain_ms if retired else "", self._unread_s, *slice_)
+
     def use_sampler(self, sampler_id: str) -> bool:
         """Notes that a sampler is about to be used, so that `end_unused_samplers` leaves it for at least half of
         `engine.ephemeral_s`. Returns False when there is none yet."""
@@ -139,11 +144,12 @@ class RedisLifecycle:
     def end_unused_samplers(self, sampler_ids: Sequence[str]) -> int:
         """Ends those of these samplers that have no unfinished request, and were made and last used
         `engine.ephemeral_s` ago or earlier. Returns their number."""
-        slices = (sampler_ids[i : i + _ENDED_AT_ONCE] for i in range(0, len(sampler_ids), _ENDED_AT_ONCE))
+        slices = _slices(sampler_ids, _ENDED_AT_ONCE)
         return sum(self._run("end_unused_samplers", self._ephemeral_ms, self._unread_s, *slice_) for slice_ in slices)
 
     def adapters(self, model_id: str) -> dict[str, str]:
-        """The adapters of the run's saves without a path: their prefixes by sampling session."""
+        """The adapters of the run's saves without a path: their prefixes by sampling session; empty for one that was
+        given up, whose files are deleted already, or by the orphans maintenance task."""
         prefix, found = ids.sampler_prefix(ids.session_of(model_id)), list[str]()
         first, last = f"[{prefix}", b"(" + prefix.encode() + b"\xff"
         while first:
@@ -293,8 +299,8 @@ class Pins:
                     yield ops.decode(entry.payload).prefix
 
 
-def _slices(items: Sequence[str]) -> Iterable[Sequence[str]]:
-    return (items[i : i + _SLICE] for i in range(0, len(items), _SLICE))
+def _slices(items: Sequence[str], size: int = _SLICE) -> Iterable[Sequence[str]]:
+    return (items[i : i + size] for i in range(0, len(items), size))
 
 
 def _sum(run: Callable[[], int]) -> int:
