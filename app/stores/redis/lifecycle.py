@@ -141,11 +141,11 @@ class RedisLifecycle:
         `engine.ephemeral_s`. Returns False when there is none yet."""
         return bool(self._run("use_sampler", sampler_id, self._ephemeral_ms))
 
-    def end_unused_samplers(self, sampler_ids: Sequence[str]) -> int:
+    def end_unused_samplers(self, sampler_ids: Sequence[str], *, copies: bool = True) -> int:
         """Ends those of these samplers that have no unfinished request, and were made and last used
-        `engine.ephemeral_s` ago or earlier. Returns their number."""
-        slices = _slices(sampler_ids, _ENDED_AT_ONCE)
-        return sum(self._run("end_unused_samplers", self._ephemeral_ms, self._unread_s, *slice_) for slice_ in slices)
+        `engine.ephemeral_s` ago or earlier. Returns their number. Without `copies`, nothing may still run on them."""
+        slices, keep_s = _slices(sampler_ids, _ENDED_AT_ONCE), self._unread_s if copies else 0
+        return sum(self._run("end_unused_samplers", self._ephemeral_ms, keep_s, *slice_) for slice_ in slices)
 
     def adapters(self, model_id: str) -> dict[str, str]:
         """The adapters of the run's saves without a path: their prefixes by sampling session; empty for one that was
