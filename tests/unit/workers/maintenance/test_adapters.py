@@ -14,6 +14,7 @@ from app.domain.limits import Limits, Payer
 from app.domain.records import Model, Sampler, ShmTransfer
 from app.domain.results import Result
 from app.errors import NotFound, Unavailable
+from app.services.teardown import Teardown
 from app.settings import EngineSettings, Settings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
@@ -276,6 +277,22 @@ def test_the_files_of_a_round_that_broke_off_are_orphans(installation: Installat
     assert len(installation.stored()) == 4
     sweep_orphans(installation)
     assert installation.stored() == {installation.prefix(number) for number in (2, 3)}
+
+
+def test_the_files_of_a_round_that_broke_off_are_orphans_also_after_their_run_was_deleted(
+    installation: Installation, monkeypatch
+):
+    """The teardown takes the files of a given-up adapter for gone."""
+    for number in range(4):
+        installation.save(number)
+    with monkeypatch.context() as broken:
+        broken.setattr(adapters, "remove_checkpoint", lambda *_: None)
+        installation.round()
+    lifecycle = RedisLifecycle(installation.client, HASTY)
+    Teardown(lifecycle, installation.records, installation.store, lambda _: None).end(RUN)
+    assert installation.stored() == {installation.prefix(number) for number in (0, 1)}
+    sweep_orphans(installation)
+    assert installation.stored() == set()
 
 
 def test_adapters_count_as_stored_for_their_project_and_key_until_they_go(installation: Installation):
