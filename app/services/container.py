@@ -173,7 +173,10 @@ def build(settings: Settings) -> Services:
         polls=PollService(futures, polls, lifecycle.poll),
         batch_polls=BatchPollService(RedisCompletions(client, settings.engine), records, polls, lifecycle.poll),
         queue_states=queue_states,
-        queue=QueueService(snapshots, queue_states, backlog, calls, records, bases),
+        queue=QueueService(
+            *(snapshots, queue_states, backlog, calls, records, bases, oplog),
+            by_project=settings.api.queue_metrics_by_project,
+        ),
         cancels=cancels,
         openai=OpenAiService(
             bases, samplers, admission, quotas, poll_limiter, result_stream, captures, settings.limits

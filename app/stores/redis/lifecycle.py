@@ -131,21 +131,28 @@ class RedisLifecycle:
         session is not retired any more."""
         return bool(self._run("end_sampler", sampler_id, self._retain_ms if retired else "", self._unread_s))
 
+    def end_samplers(self, sampler_ids: Sequence[str], *, retired: bool) -> None:
+        """Removes the records of many samplers, as `end_sampler` does."""
+        for slice_ in slices(sampler_ids, _ENDED_AT_ONCE):
+            self._run("end_samplers", self._retain_ms if retired else "", self._unread_s, *slice_)
+
     def use_sampler(self, sampler_id: str) -> bool:
         """Notes that a sampler is about to be used, so that `end_unused_samplers` leaves it for at least half of
         `engine.ephemeral_s`. Returns False when there is none yet."""
         return bool(self._run("use_sampler", sampler_id, self._ephemeral_ms))
 
-    def end_unused_samplers(self, sampler_ids: Sequence[str]) -> int:
+    def end_unused_samplers(self, sampler_ids: Sequence[str], *, copies: bool = True) -> int:
         """Ends those of these samplers that have no unfinished request, and were made and last used
-        `engine.ephemeral_s` ago or earlier. Returns their number."""
+        `engine.ephemeral_s` ago or earlier. Returns their number. Without `copies`, nothing may still run on them."""
+        keep_s = self._unread_s if copies else 0
         return sum(
-            self._run("end_unused_samplers", self._ephemeral_ms, self._unread_s, *slice_)
+            self._run("end_unused_samplers", self._ephemeral_ms, keep_s, *slice_)
             for slice_ in slices(sampler_ids, _ENDED_AT_ONCE)
         )
 
     def adapters(self, model_id: str) -> dict[str, str]:
-        """The adapters of the run's saves without a path: their prefixes by sampling session."""
+        """The adapters of the run's saves without a path: their prefixes by sampling session; empty for one that was
+        given up, whose files are deleted already, or by the orphans maintenance task."""
         prefix, found = ids.sampler_prefix(ids.session_of(model_id)), list[str]()
         first, last = f"[{prefix}", b"(" + prefix.encode() + b"\xff"
         while first:
