@@ -18,7 +18,7 @@ from app.domain.results import Done, OptimStepOutput, Output
 from app.errors import NoMemory, OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends import devices
-from workers.backends.failures import StallDetector, ran_out_of_memory
+from workers.backends.failures import StallDetector, lost_device, ran_out_of_memory
 from workers.backends.training.base import BackendOp, Create, Load, Writer, decode, encode_apply, encode_call
 from workers.backends.training.batch_ops import Job, fetch
 from workers.backends.training.engine import Engine, EngineLost
@@ -165,7 +165,7 @@ class Trainer(ABC):
         except OpError:
             raise
         except Exception as error:
-            lost = self._engine.ranks.size > 1 or isinstance(error, torch.AcceleratorError | EngineLost)
+            lost = self._engine.ranks.size > 1 or isinstance(error, EngineLost) or lost_device(error)
             self._broken = self._broken or lost
             raise
 
