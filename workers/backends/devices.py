@@ -69,6 +69,13 @@ def copied(
     return found
 
 
+def free_pinned() -> None:
+    """Frees the pinned host memory that torch keeps of tensors that are gone: 39 GB after a datum of 131,072 tokens of
+    an 8B model whose layers' inputs lay there. It is too slow for each pass, since the next one would pin it again."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # a CPU build of torch lacks the function
+        torch._C._host_emptyCache()
+
+
 def _copy(tensor: Tensor, pinned: bool, dtype: torch.dtype) -> Tensor:
     if not tensor.is_cpu:
         try:

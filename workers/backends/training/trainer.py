@@ -94,6 +94,7 @@ class Trainer(ABC):
         if not self._broken:
             with self._guarded():
                 self._engine.ranks.send(encode_call("close", model_id))
+                devices.free_pinned()
 
     def free_memory(self) -> None:
         if not self._broken:
@@ -143,6 +144,7 @@ class Trainer(ABC):
                         self._export(model_id)
                 case ("close", model_id):
                     self._forget(model_id)
+                    devices.free_pinned()
                 case ("free_memory",):
                     self._free_memory()
                 case _:
@@ -363,6 +365,7 @@ class Trainer(ABC):
     def _free_memory(self) -> None:
         """Returns once every rank has freed its memory: a sampler may take it then."""
         torch.cuda.empty_cache()  # does nothing without a GPU
+        devices.free_pinned()
         self._engine.ranks.count(True)
 
     def _forget(self, model_id: str) -> None:
