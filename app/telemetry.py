@@ -10,14 +10,12 @@ import json
 import logging
 import os
 import re
-import sys
 from collections import Counter as Counts
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 import prometheus_client
 from prometheus_client import (
@@ -219,10 +217,10 @@ class WithoutTasks(logging.Filter):
         return record.levelno > logging.INFO or record.name not in self._LOGGERS
 
 
-def configure_logging(level: int = logging.INFO, stream: TextIO = sys.stderr) -> None:
+def configure_logging() -> None:
     """Sends the output of every logger of this process through one JSON handler."""
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(logging.INFO)

@@ -186,7 +186,6 @@ def readyz() -> tuple[dict[str, Any], int]:
 @operations_blueprint.response(200, content_type="text/plain")
 def metrics() -> Response:
     """Return Prometheus metrics of the API process and of the queues."""
-    pending = services().oplog.pending(depth=1)
-    by_project = services().settings.api.queue_metrics_by_project
-    QUEUES.set(pending, services().queue.backlogs(), services().queue.owners(pending) if by_project else None)
+    found = services().queue.metrics()
+    QUEUES.set(found.pending, found.backlogs, found.projects)
     return Response(exposition(), content_type=CONTENT_TYPE_LATEST)

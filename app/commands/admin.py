@@ -28,7 +28,7 @@ from app.stores.objects.accounts import AccountFiles
 from app.stores.objects.base import ObjectStore
 from app.stores.pages import PageFiles
 from app.stores.redis.client import connect
-from app.stores.redis.pages import RedisPages, UsageLedger
+from app.stores.redis.pages import Ledgers, RedisPages
 from app.stores.redis.records import RedisRecords
 
 Action = Callable[[AccountService, Namespace], Iterator[str]]
@@ -168,7 +168,7 @@ def show_audit(options: Options, scope: str, day: date | None) -> int:
     check_state_server(settings)
     client, objects = connect(settings.redis.url), create(settings)
     records = RedisRecords(client, settings.engine)
-    log = AuditService(UsageLedger(RedisPages(client, settings.engine), PageFiles(objects)), records)
+    log = AuditService(Ledgers(RedisPages(client, settings.engine), PageFiles(objects)), records)
     with reached(settings):
         asked = day or datetime.fromtimestamp(records.now(), UTC).date()
         entries = list(log.of([scope], "all", asked))
@@ -186,10 +186,10 @@ def show_usage(options: Options, project: str, month: date | None) -> int:
     check_state_server(settings)
     client, objects = connect(settings.redis.url), create(settings)
     records = RedisRecords(client, settings.engine)
-    ledger = UsageLedger(RedisPages(client, settings.engine), PageFiles(objects))
+    ledgers = Ledgers(RedisPages(client, settings.engine), PageFiles(objects))
     with reached(settings):
         first = month or datetime.fromtimestamp(records.now(), UTC).date().replace(day=1)
-        rows = UsageService(ledger, records, settings.prices_of).by_run([project], hours_of(first))
+        rows = UsageService(ledgers, records, settings.prices_of).by_run([project], hours_of(first))
         if not rows:
             _check_known(settings, objects, "usage", project, Project)
     show(row("run", "base model", "trained", "prefilled", "cached", "sampled", "device s", "GB-hours", "US dollars"))

@@ -21,7 +21,7 @@ from app.stores.pages import PageFiles
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.pages import RedisPages, UsageLedger
+from app.stores.redis.pages import Ledgers, RedisPages
 from app.stores.redis.records import RedisRecords
 
 _LOST = """\
@@ -58,8 +58,8 @@ def _rebuild(settings: Settings, objects: ObjectStore) -> Restored:
 
 def _refill(settings: Settings, objects: ObjectStore) -> int:
     client = connect(settings.redis.url)
-    ledger = UsageLedger(RedisPages(client, settings.engine), PageFiles(objects))
-    return spending.refill(ledger, datetime.fromtimestamp(RedisRecords(client).now(), UTC).date())
+    ledgers = Ledgers(RedisPages(client, settings.engine), PageFiles(objects))
+    return spending.refill(ledgers, datetime.fromtimestamp(RedisRecords(client).now(), UTC).date())
 
 
 def report(restored: Restored, accounts: int, refilled: int) -> Iterator[str]:

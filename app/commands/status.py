@@ -24,6 +24,7 @@ from app.settings import Settings
 from app.stack.config import Options
 from app.stack.terminal import show, visible
 from app.stores.redis.backlog import RedisBacklog
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, load
 
 _MOST_WAITING = 10_000
@@ -113,7 +114,7 @@ def read(client: redis.Redis, settings: Settings, most_runs: int) -> StackState:
     now = records.now()
     unfinished = RedisBacklog(client, settings.engine).unfinished(_MOST_WAITING)
     waiting = {line.model_id: (line.waiting, line.running) for line in unfinished.models}
-    runs = sorted(_runs(records, waiting, now), key=lambda run: run.idle_s)
+    runs = sorted(_runs(records, RedisOpLog(client, settings.engine), waiting, now), key=lambda run: run.idle_s)
     held = Counter(run.worker for run in runs)
     shown = _with_progress(records, runs[:most_runs], now)
     workers = [(node, load(Worker, fields)) for node, fields in records.list(Worker.namespace)]
@@ -142,10 +143,12 @@ def _worker(node: str, worker: Worker, runs: int, now: float) -> WorkerState:
     )
 
 
-def _runs(records: RedisRecords, waiting: Mapping[str, tuple[int, bool]], now: float) -> Iterator[RunState]:
+def _runs(
+    records: RedisRecords, oplog: RedisOpLog, waiting: Mapping[str, tuple[int, bool]], now: float
+) -> Iterator[RunState]:
     stored = [(id_, fields, load(Model, fields)) for id_, fields in records.list(Model.namespace)]
     found = [each for each in stored if "ended" not in each[1] and not each[2].copied_from]
-    holders = records.holders([model_id for model_id, _, _ in found])
+    holders = oplog.holders([model_id for model_id, _, _ in found])
     for (model_id, fields, model), holder in zip(found, holders, strict=True):
         calls, running = waiting.get(model_id, (0, False))
         yield RunState(

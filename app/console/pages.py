@@ -109,7 +109,7 @@ def show_run(run: str) -> str:
     (progress,) = _progress([described], _MOST_POINTS).values()
     (recorded,) = services().records.recorded([run])
     drawn = charts.charts({_brief_id(run): curves(steps(progress), recorded)})
-    (holder,) = services().records.holders([run])
+    (holder,) = services().oplog.holders([run])
     shown = {"run": described, "progress": progress, "charts": drawn, "holder": holder, "now": _now()}
     if _is_part():
         return render_template("curves.html", **shown)
@@ -230,7 +230,7 @@ def queue() -> str:
 def _held(runs: Sequence[str]) -> Mapping[str, Sequence[str]]:
     """The runs that each worker holds in memory, by its node."""
     found: dict[str, list[str]] = {}
-    for run, node in zip(runs, services().records.holders(runs), strict=True):
+    for run, node in zip(runs, services().oplog.holders(runs), strict=True):
         found.setdefault(node, []).append(run)
     return found
 

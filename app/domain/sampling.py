@@ -100,9 +100,8 @@ class TokenLogprobs:
 class SampledSequence:
     """tokens int32 [n] (the stop token included), logprobs float32 [n] of the model itself, before temperature,
     top-k and top-p; `stopped` is False when max_tokens or the context ended it. n is 0 after a prompt that fills the
-    context. top: the likeliest tokens at each
-    position. routes: [n - 1, layers, top_k] as in app.domain.routes, where the sampler records them; the last token
-    never went through the model."""
+    context. top: the likeliest tokens at each position. routes: [n - 1, layers, top_k] as in app.domain.routes, where
+    the sampler records them; the last token never went through the model."""
 
     tokens: np.ndarray
     logprobs: np.ndarray

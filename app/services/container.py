@@ -45,7 +45,7 @@ from app.stores.redis.durability import check_at_start
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import Pins, RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
-from app.stores.redis.pages import RedisPages, UsageLedger
+from app.stores.redis.pages import Ledgers, RedisPages
 from app.stores.redis.records import RedisRecords
 from app.suspension import SUSPENDED_A_THREAD
 from app.tracing.tracer import Tracer
@@ -112,7 +112,7 @@ def build(settings: Settings) -> Services:
     oplog, records = RedisOpLog(client, settings.engine, objects), RedisRecords(client, settings.engine)
     lifecycle, calls = RedisLifecycle(client, settings.engine), RedisCalls(client)
     pages = RedisPages(client, settings.engine)
-    ledger, spending = UsageLedger(pages, PageFiles(objects)), Spending(pages, settings.prices_of)
+    ledgers, spending = Ledgers(pages, PageFiles(objects)), Spending(pages, settings.prices_of)
     signer = UrlSigner(settings.url_secret, settings.public_url)
 
     tokens = _tokens(settings)
@@ -173,15 +173,18 @@ def build(settings: Settings) -> Services:
         polls=PollService(futures, polls, lifecycle.poll),
         batch_polls=BatchPollService(RedisCompletions(client, settings.engine), records, polls, lifecycle.poll),
         queue_states=queue_states,
-        queue=QueueService(snapshots, queue_states, backlog, calls, records, bases),
+        queue=QueueService(
+            *(snapshots, queue_states, backlog, calls, records, bases, oplog),
+            by_project=settings.api.queue_metrics_by_project,
+        ),
         cancels=cancels,
         openai=OpenAiService(
             bases, samplers, admission, quotas, poll_limiter, result_stream, captures, settings.limits
         ),
         captures=captures,
         hub=HubService(settings, bases),
-        audit=AuditService(ledger, records),
-        usage=UsageService(ledger, records, settings.prices_of),
+        audit=AuditService(ledgers, records),
+        usage=UsageService(ledgers, records, settings.prices_of),
         tracer=create_tracer(settings.tracing, "tinsmith-api"),
     )
 

@@ -32,8 +32,8 @@ from app.stores.redis.types import Call, Future, ModelLine, Pending, Unfinished,
 _SNAPSHOT_AGE_S = 0.5
 _SAMPLE = "sample"
 _STATE_SNAPSHOT_AGE_S = 2.0
-# /metrics needs no key, and this value takes a read of all that waits.
-_BACKLOG_AGE_S = 1.0
+# /metrics needs no key, and these values take a read of all that waits.
+_METRICS_AGE_S = 1.0
 # Twice the models and samplers that a default API has polls for, if each is for another one. With more of them than
 # places, each poll would read its own anew.
 _PARENTS = 10_000
@@ -68,9 +68,20 @@ class Recent(Generic[T]):
             self._lock.release()
 
 
+@dataclass(frozen=True, slots=True)
+class QueueMetrics:
+    """The values of the queues' metrics at one moment. `pending`: what waits longest, and `projects` the project of
+    each, empty for one that has ended meanwhile; None if the metrics are not by project. `backlogs`: the work that
+    waits for each (role, base model) that is served. A worker that is needed for anything else counts as one more."""
+
+    pending: Sequence[Pending]
+    projects: Sequence[str] | None
+    backlogs: Mapping[tuple[str, str], Waiting]
+
+
 class QueueService:
-    """Lists a caller's waiting calls. Positions are at most half a second old, and calls that have ended since are left
-    out."""
+    """Lists a caller's waiting calls, and reads the metrics of the queues, with `by_project` also by project. Positions
+    are at most half a second old, and calls that have ended since are left out."""
 
     def __init__(
         self,
@@ -80,14 +91,17 @@ class QueueService:
         calls: RedisCalls,
         records: RedisRecords,
         bases: BaseModels,
+        oplog: RedisOpLog,
+        *,
+        by_project: bool,
     ) -> None:
         self._snapshots, self._states, self._backlog, self._calls = snapshots, states, backlog, calls
-        self._records, self._bases = records, bases
-        self._recent_backlogs = Recent(self._read_backlogs)
+        self._records, self._bases, self._oplog, self._by_project = records, bases, oplog, by_project
+        self._recent_metrics = Recent(self._read_metrics)
 
     def list(self, caller: Caller, page: Page) -> dict[str, Any]:
-        """The body of GET queue: training calls by model and seq, then sampling requests by admission. Raises
-        Unavailable."""
+        """The body of GET queue: training calls by model and seq, then sampling requests, those that are throttled or
+        paused last. Raises Unavailable."""
         snapshot = self._snapshots.newest(_SNAPSHOT_AGE_S)
         if snapshot is None:
             raise Unavailable(STATE_SERVER_AWAY)
@@ -98,17 +112,17 @@ class QueueService:
         rows = [self._row(snapshot, call, now, begun=call.request_id in begun) for call in pending]
         return {"calls": rows, "cursor": cursor}
 
-    def owners(self, pending: Sequence[Pending]) -> Sequence[str]:
-        """The project of each of these; empty for one that has ended meanwhile."""
-        return self._backlog.owners([one.id for one in pending])
-
-    def backlogs(self) -> dict[tuple[str, str], Waiting]:
-        """The work that waits for each (role, base model) that is served. A worker that is needed for anything else
-        counts as one more. It is at most about a second old. Raises Unavailable."""
-        found = self._recent_backlogs.newest(_BACKLOG_AGE_S)
+    def metrics(self) -> QueueMetrics:
+        """The values of the queues' metrics, at most about a second old. Raises Unavailable."""
+        found = self._recent_metrics.newest(_METRICS_AGE_S)
         if found is None:
             raise Unavailable(STATE_SERVER_AWAY)
         return found
+
+    def _read_metrics(self) -> QueueMetrics:
+        pending = self._oplog.pending(depth=1)
+        projects = self._backlog.owners([one.id for one in pending]) if self._by_project else None
+        return QueueMetrics(pending, projects, self._read_backlogs())
 
     def _read_backlogs(self) -> dict[tuple[str, str], Waiting]:
         waiting, demanded = self._backlog.by_queue(), self._bases.demanded()

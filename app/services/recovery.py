@@ -26,7 +26,7 @@ from app.stores.objects.notes import has_note, read_moves, read_note
 from app.stores.pages import LEDGERS
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords, dump, load
+from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Record
 
 log = logging.getLogger(__name__)
@@ -193,8 +193,8 @@ class Rebuild:
         fields = dump(checkpoint)
         if self._records.put_new(Checkpoint.namespace, manifest.path, fields):
             return True
-        stored = self._records.get(Checkpoint.namespace, manifest.path)
-        if stored is not None and self._saved(load(Checkpoint, stored).prefix) >= _unix(manifest.created):
+        stored = self._records.find(Checkpoint, manifest.path)
+        if stored is not None and self._saved(stored.prefix) >= _unix(manifest.created):
             return False
         self._records.put(Checkpoint.namespace, manifest.path, fields)
         return True

@@ -32,6 +32,7 @@ from app.signing import UrlSigner
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import note_move
 from app.stores.redis.backlog import RedisCalls
+from app.stores.redis.client import slices
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Call
@@ -181,8 +182,8 @@ class SessionSearch:
         places = ((_place(created, id_), id_) for created, id_ in self._records.list_sessions(within))
         cursor, fits = asked["cursor"] and _after(asked["cursor"]), _filter(caller, within, asked)
         listed = [id_ for place, id_ in sorted(places, reverse=True) if cursor is None or place < cursor]
-        for start in range(0, len(listed), _SLICE):
-            for id_, fields in self._records.read(Session.namespace, listed[start : start + _SLICE]):
+        for slice_ in slices(listed, _SLICE):
+            for id_, fields in self._records.read(Session.namespace, slice_):
                 if fields and fits(found := (id_, load(Session, fields))):
                     yield found
 

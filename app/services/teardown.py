@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain, islice
 
 from app import ids
 from app.domain.records import Loss, Model, Sampler
@@ -18,8 +19,10 @@ from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Holder
 
 log = logging.getLogger(__name__)
-# Each takes a few scripts and the deletion of its files; the other tasks of the leader wait meanwhile.
+# Runs: each takes a few scripts and the deletion of its files; the other tasks of the leader wait meanwhile.
 _RETIRED_AT_ONCE = 100
+# Samplers without files, in one script.
+_ENDED_AT_ONCE = 200
 
 
 class Teardown:
@@ -48,30 +51,30 @@ class Teardown:
         task."""
         holder = self._lifecycle.end_model(model_id)
         if holder is not None:
-            self._clear(model_id, holder, self._lifecycle.adapters(model_id))
+            self._release(model_id, holder)
+            files = self._end_samplers(self._lifecycle.adapters(model_id), retired=False)
+            self._delete(_snapshots(model_id), *files)
             self._lifecycle.abort_samples(ids.session_of(model_id))
 
     def retire(self, session_id: str, until: float = math.inf) -> None:
         """Tears down the rest of a session that ended long ago, or of a large one a part: call it again until the
-        session is gone. After `until` (time.monotonic()) it begins no further run, but always the first. The parts not
+        session is gone. After `until` (time.monotonic()) it begins no further step, but always the first. The parts not
         yet deleted stay if the session becomes active again."""
-        models = list(islice(self._not_ended(session_id), _RETIRED_AT_ONCE))
-        samplers = self._samplers(session_id)
-        for place, model_id in enumerate(models):
+        runs = list(islice(self._not_ended(session_id), _RETIRED_AT_ONCE))
+        steps: Iterator[Callable[[], None]] = chain(
+            (partial(self._retire_run, model_id) for model_id in runs),
+            (partial(self._retire_samplers, some) for some in self._samplers(session_id)),
+        )
+        for place, step in enumerate(steps):
             if place and time.monotonic() >= until:
                 return
-            holder = self._lifecycle.end_model(model_id, retired=True)
-            if holder is not None:
-                self._clear(model_id, holder, _saved_by(model_id, samplers))
-        if len(models) == _RETIRED_AT_ONCE:
+            step()
+        if len(runs) == _RETIRED_AT_ONCE or not self._lifecycle.forget(session_id):
             return
-        for sampler_id, _ in samplers[:_RETIRED_AT_ONCE]:
-            self._lifecycle.end_sampler(sampler_id)
-        if len(samplers) <= _RETIRED_AT_ONCE and self._lifecycle.forget(session_id):
-            # Without the session none of these ids can be used again. The orphans maintenance task removes the runs'
-            # records once their files are gone.
-            for loss_id in self._records.ids(Loss.namespace, ids.loss_prefix(session_id)):
-                self._records.delete(Loss.namespace, loss_id)
+        # Without the session none of these ids can be used again. The orphans maintenance task removes the runs'
+        # records once their files are gone.
+        for loss_id in self._records.ids(Loss.namespace, ids.loss_prefix(session_id)):
+            self._records.delete(Loss.namespace, loss_id)
 
     def _free(self, model_ids: list[str]) -> None:
         for holder in set(self._lifecycle.holders(model_ids)):
@@ -81,32 +84,55 @@ class Teardown:
         stored = self._records.list(Model.namespace, ids.model_prefix(session_id))
         return (model_id for model_id, fields in stored if "ended" not in fields)
 
-    def _clear(self, model_id: str, holder: Holder, adapters: Mapping[str, str]) -> None:
-        """Deletes the files of an ended run, and the sampling sessions of its `adapters` (RedisLifecycle.adapters)."""
+    def _samplers(self, session_id: str) -> Iterator[dict[str, str]]:
+        """The session's samplers, by what takes about as long: many without files, or one with the prefix of its
+        files."""
+        many: dict[str, str] = {}
+        for sampler_id, fields in self._records.list(Sampler.namespace, ids.sampler_prefix(session_id)):
+            sampler = load(Sampler, fields)
+            if sampler.prefix and not sampler.model_path and "given_up" not in fields:
+                yield {sampler_id: sampler.prefix}
+                continue
+            many[sampler_id] = ""
+            if len(many) == _ENDED_AT_ONCE:
+                yield many
+                many = {}
+        if many:
+            yield many
+
+    def _retire_samplers(self, adapters: Mapping[str, str]) -> None:
+        self._delete(*self._end_samplers(adapters, retired=True))
+
+    def _retire_run(self, model_id: str) -> None:
+        holder = self._lifecycle.end_model(model_id, retired=True)
+        if holder is not None:
+            self._release(model_id, holder)
+            self._delete(_snapshots(model_id))
+
+    def _release(self, model_id: str, holder: Holder) -> None:
         self._lifecycle.end_calls()
         log.info("a run has ended", extra={"model_id": model_id})
         if holder.node:
             self._wake(holder)
-        for sampler_id in adapters:
-            self._lifecycle.end_sampler(sampler_id, retired=False)
+
+    def _end_samplers(self, adapters: Mapping[str, str], *, retired: bool) -> list[str]:
+        """Ends samplers (as of RedisLifecycle.adapters), and returns the prefixes of the files to delete."""
+        self._lifecycle.end_samplers(
+            [sampler_id for sampler_id, prefix in adapters.items() if not prefix], retired=retired
+        )
+        with_files = [(sampler_id, prefix) for sampler_id, prefix in adapters.items() if prefix]
+        return [prefix for sampler_id, prefix in with_files if self._lifecycle.end_sampler(sampler_id, retired=retired)]
+
+    def _delete(self, *prefixes: str) -> None:
         try:
-            for prefix in (f"models/{model_id}/snapshots", *adapters.values()):
+            for prefix in prefixes:
                 remove_checkpoint(self._objects, prefix)
         except Unavailable as error:
-            log.warning("files of an ended run could not be deleted: %s", error, extra={"model_id": model_id})
+            log.warning("files of an ended run or sampler could not be deleted: %s", error)
 
     def _models(self, session_id: str) -> list[str]:
         return list(self._records.ids(Model.namespace, ids.model_prefix(session_id)))
 
-    def _samplers(self, session_id: str) -> list[tuple[str, Sampler]]:
-        stored = self._records.list(Sampler.namespace, ids.sampler_prefix(session_id))
-        return [(sampler_id, load(Sampler, fields)) for sampler_id, fields in stored]
 
-
-def _saved_by(model_id: str, samplers: Iterable[tuple[str, Sampler]]) -> dict[str, str]:
-    """Those of a session's samplers that the run saved an adapter for, as of RedisLifecycle.adapters."""
-    return {
-        sampler_id: sampler.prefix
-        for sampler_id, sampler in samplers
-        if sampler.prefix.startswith(f"models/{model_id}/") and not sampler.model_path
-    }
+def _snapshots(model_id: str) -> str:
+    return f"models/{model_id}/snapshots"

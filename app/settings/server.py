@@ -239,5 +239,9 @@ class EngineSettings(Section):
         7_200.0, gt=0, description="older adapters are kept for this long after their save or last request"
     )
     orphan_s: float = Field(86_400.0, gt=0, description="stored files without a reference are deleted after this time")
-    result_unread_s: int = Field(86_400, ge=1, description="time for which an unread result is kept")
+    result_unread_s: int = Field(
+        86_400,
+        ge=1,
+        description="time for which an unread result is kept, and the sampling session of an adapter that was deleted",
+    )
     result_read_s: int = Field(3_600, ge=1, description="time for which a small result is kept after its first read")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from math import prod
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
+from app import ids
 from app.domain.prices import Prices
 from app.errors import SetupError
 from app.settings.gpus import Devices
@@ -143,7 +145,12 @@ class SamplerSettings(Section):
         description="a sampler restarts when its engine runs requests but makes no progress for this long: no token, "
         "and with the transformers sampler no layer",
     )
-    cache_bytes: int = Field(8 * 2**30, ge=0, description="most bytes of unused adapter files kept on disk")
+    cache_bytes: int = Field(
+        8 * 2**30,
+        ge=0,
+        description="unused adapter files are deleted, the least recently used first, while all adapter files on the "
+        "disk have more bytes than this",
+    )
     engine_args: dict[str, Any] = Field(
         {}, description="further vLLM engine arguments, passed on unchanged; none of speculative decoding"
     )
@@ -200,6 +207,12 @@ class BaseModelSettings(Section):
         None,
         description="samplers of fully fine-tuned models, each with one model's weights at a time; none by default",
     )
+
+    @property
+    def hub_id(self) -> str:
+        """The model's id on the Hugging Face Hub. For a local folder it comes from the name, as in the SDK."""
+        folder = Path(self.path).expanduser()
+        return ids.hub_id(self.name) if folder.is_absolute() or folder.is_dir() else self.path
 
     @property
     def workers(self) -> dict[str, TrainerSettings | SamplerSettings]:

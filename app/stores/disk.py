@@ -19,6 +19,7 @@ from typing import IO, BinaryIO
 from app.errors import Unavailable
 
 _PIECE = 2**20
+_MOST_COPIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,10 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class TemporaryCopies:
-    """The temporary copies of one process: at most `most` at once, and all of them leave `least_free` bytes of the disk
-    free. `name` says what is copied."""
+    """The temporary copies of one process, for the archives that it sends: at most `_MOST_COPIES` at once, and all of
+    them leave `least_free` bytes of the disk free."""
 
-    name: str
     least_free: int
-    most: int = 4
     _sizes: dict[Path, int] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
@@ -77,8 +76,8 @@ class TemporaryCopies:
 
     def _begin(self, size: int) -> tempfile.TemporaryDirectory[str]:
         with self._lock:
-            if len(self._sizes) >= self.most:
-                raise Unavailable(f"{self.most} {self.name} are being sent here already; try again soon")
+            if len(self._sizes) >= _MOST_COPIES:
+                raise Unavailable(f"{_MOST_COPIES} archives are being sent here already; try again soon")
             unwritten = sum(max(0, most - _bytes_in(folder)) for folder, most in self._sizes.items())
             Disk("temporary files", Path(tempfile.gettempdir()), self.least_free).check(unwritten + size)
             made = tempfile.TemporaryDirectory(prefix="tinsmith-copy-")

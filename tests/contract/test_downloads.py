@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import urllib.error
 import urllib.request
@@ -43,6 +44,8 @@ def test_the_downloaded_adapter_scores_as_the_trainer_does(
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(urls)
     for name, url in urls.items():
         (tmp_path / name).write_bytes(download(url))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == BASE, "not the folder on the server"
     base = AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.float32)
     check_scores(PeftModel.from_pretrained(base, tmp_path).eval(), training)
 

@@ -52,7 +52,8 @@ def trainer(base: Path) -> Iterator[Trainer]:
 
 
 def test_base_and_adapter_are_on_the_gpu_with_nvidia_smis_number(base: Path) -> None:
-    pytest.importorskip("celery", reason="workers.cli starts Celery's workers")
+    for package in ("celery", "redis", "tomli_w", "prometheus_client"):
+        pytest.importorskip(package, reason=f"needs {package}, for workers.cli")
     listed = subprocess.run(
         ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"], capture_output=True, text=True, check=True
     )
@@ -79,6 +80,7 @@ def test_the_host_waits_for_the_gpu_thrice_in_a_pass_of_one_micro_batch(trainer:
 
 def test_a_layer_has_at_most_120_kernels_forward_and_backward(tmp_path: Path) -> None:
     """With fused kernels: transformers' own norms, rotary embeddings and gates would make them 217."""
+    pytest.importorskip("liger_kernel", reason="needs liger_kernel, for the fused kernels")
     few, many = (_kernels(tiny_qwen3(tmp_path / str(layers), num_hidden_layers=layers)) for layers in (2, 4))
     assert many - few <= 2 * 120
 

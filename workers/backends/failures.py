@@ -44,8 +44,11 @@ class StallDetector:
 
 
 def ran_out_of_memory(error: Exception) -> bool:
-    """Returns whether an allocation failed: torch's own class on a GPU; a RuntimeError of the allocator on a CPU, of
-    cuBLAS, of cuDNN, or of Triton, which loads a kernel at its first use."""
+    """Returns whether an allocation failed: torch's own class on a GPU; an AcceleratorError where the driver allocates,
+    as pinned memory or a kernel at its first use; a RuntimeError of the allocator on a CPU, of cuBLAS, of cuDNN, or of
+    Triton, which loads a kernel too."""
+    if isinstance(error, torch.AcceleratorError):
+        return str(error).startswith("CUDA error: out of memory")
     said = (
         "DefaultCPUAllocator",
         "CUBLAS_STATUS_ALLOC_FAILED",
@@ -53,3 +56,8 @@ def ran_out_of_memory(error: Exception) -> bool:
         "Triton Error [CUDA]: out of memory",
     )
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(one in str(error) for one in said)
+
+
+def lost_device(error: Exception) -> bool:
+    """Returns whether all later calls of the device fail too. After a failed allocation they do not."""
+    return isinstance(error, torch.AcceleratorError) and not ran_out_of_memory(error)

@@ -25,7 +25,7 @@ from app.domain.results import SAVED, Result, Usage
 from app.errors import NotFound, OpError, Unavailable, UserOpError
 from app.stores.disk import Disk
 from app.stores.objects.base import ObjectStore
-from app.stores.redis.records import RedisRecords, dump, load
+from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import Entry, Lease, Write
 from app.wire import results
 from app.wire.recipients import age_recipient
@@ -235,14 +235,14 @@ class Saver:
         return self.backend.capture(model_id, optimizer=op.checkpoint_kind == _WITH_OPTIMIZER, rounded=ephemeral)
 
     def _taken(self, path: str) -> bool:
-        stored = self.records.get(Checkpoint.namespace, path)
-        return stored is not None and not load(Checkpoint, stored).is_expired(self.records.now())
+        stored = self.records.find(Checkpoint, path)
+        return stored is not None and not stored.is_expired(self.records.now())
 
     def _model(self, model_id: str) -> Model:
-        stored = self.records.get(Model.namespace, model_id)
-        if stored is None:
+        model = self.records.find(Model, model_id)
+        if model is None:
             raise NotFound(f"model {model_id!r} does not exist")
-        return load(Model, stored)
+        return model
 
 
 def encrypt(folder: Path, recipients: Iterable[str]) -> None:

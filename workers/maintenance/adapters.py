@@ -5,7 +5,9 @@ A training loop saves an adapter for its samplers at every step. The newest ones
 unfinished request needs them, or their sampling session was made or used within `engine.ephemeral_s`.
 
 One atomic step gives an adapter up, if no request came meanwhile; new requests are refused from then on. Its files are
-deleted after that step. If that fails, nothing refers to them, and the orphans task removes them (orphans.py).
+deleted after that step. If that fails, nothing refers to them, and the orphans task removes them (orphans.py). Its
+sampling session stays for as long as an unread result: results of its last requests are polled through it, and late
+requests get the reason. That of an in-flight client stays with its run, because it samples the newest weights.
 
 An OpenAI-compatible call makes a sampler for each new save, and makes it again when it has ended. It ends when it was
 not used within `engine.ephemeral_s`: it would keep the files of a save that was replaced, deleted or has expired.
@@ -65,7 +67,7 @@ class EphemeralAdapters:
         settings: EngineSettings,
     ) -> None:
         self._lifecycle, self._records, self._objects = lifecycle, records, objects
-        self._most = settings.ephemeral_adapters
+        self._most, self._unread_s = settings.ephemeral_adapters, settings.result_unread_s
         self._next = 0.0
 
     def sweep(self) -> None:
@@ -73,7 +75,7 @@ class EphemeralAdapters:
         started = time.monotonic()
         if started < self._next:
             return
-        runs, openai = self._samplers()
+        runs, openai, over = self._samplers()
         models = dict(self._records.read(Model.namespace, list(runs)))
         sizes: Counter[str] = Counter()
         given_up: list[Adapter] = []
@@ -86,22 +88,27 @@ class EphemeralAdapters:
         self._lifecycle.count_adapters(sizes)
         if ended := self._lifecycle.end_unused_samplers(openai):
             log.info("ended %d unused samplers of OpenAI-compatible calls", ended)
+        if ended := self._lifecycle.end_unused_samplers(over, copies=False):
+            log.info("removed %d sampling sessions of adapters that were deleted long ago", ended)
         self._delete(given_up)
         self._next = time.monotonic() + max(_PERIOD_S, _PAUSES * (time.monotonic() - started))
 
-    def _samplers(self) -> tuple[Mapping[str, Sequence[Adapter]], Sequence[str]]:
-        """The adapters of each run, the newest first, and the samplers of OpenAI-compatible calls that name a save."""
+    def _samplers(self) -> tuple[Mapping[str, Sequence[Adapter]], Sequence[str], Sequence[str]]:
+        """The adapters of each run, the newest first, the samplers of OpenAI-compatible calls that name a save, and
+        those of adapters that were given up long ago."""
         runs: defaultdict[str, list[Adapter]] = defaultdict(list)
-        openai: list[str] = []
+        openai, over, before = list[str](), list[str](), (self._records.now() - self._unread_s) * 1000
         for sampler_id, fields in self._records.list(Sampler.namespace):
             sampler = load(Sampler, fields)
             if adapter := Adapter.of(sampler_id, sampler, fields):
                 runs[adapter.place.model_id].append(adapter)
             elif _is_of_openai(sampler_id, sampler):
                 openai.append(sampler_id)
+            elif not sampler.follows and "given_up" in fields and int(fields["given_up"]) < before:
+                over.append(sampler_id)
         for adapters in runs.values():
             adapters.sort(key=lambda adapter: (adapter.place.epoch, adapter.place.seq), reverse=True)
-        return runs, openai
+        return runs, openai, over
 
     def _give_up(self, model_id: str, model: Mapping[str, str], adapters: Sequence[Adapter]) -> Sequence[str]:
         """Gives up what is old and not in use. Returns the sampling sessions.

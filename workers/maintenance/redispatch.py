@@ -118,7 +118,7 @@ class Redispatcher:
     def _with_queues(self, found: Sequence[Pending]) -> Iterator[Pending]:
         """Puts the direct queue of its owner in place of a model's queue. Another trainer would only forward a message,
         to a queue that is not counted."""
-        nodes = self._oplog.owners([pending.id for pending in found])
+        nodes = self._oplog.holders([pending.id for pending in found])
         for pending, node in zip(found, nodes, strict=True):
             yield pending if pending.seq is None else replace(pending, queue=queue_for(pending.queue, node))
 

@@ -17,6 +17,7 @@ from app.domain.checkpoints import CheckpointPrefix
 from app.domain.records import Checkpoint
 from app.services.tenants import audit
 from app.services.tenants.limits import LimitsFinder
+from app.stores.redis.client import slices
 from app.stores.redis.records import RETAINED, RedisRecords, Stored, load
 
 log = logging.getLogger(__name__)
@@ -92,8 +93,7 @@ class Retention:
             return None
 
     def _delete(self, project: str, model_id: str, newer: Sequence[Stored], older: Sequence[Stored]) -> None:
-        for start in range(0, len(older), _DELETED_AT_ONCE):
-            surplus = older[start : start + _DELETED_AT_ONCE]
+        for surplus in slices(older, _DELETED_AT_ONCE):
             entries = {path: _entry(project, model_id, path, len(newer)) for path, _ in surplus}
             if self._records.delete_older(project, newer, surplus, entries):
                 log.info("deleted %d checkpoints behind the newest %d of their run", len(surplus), len(newer))

@@ -76,7 +76,7 @@ class FairQueue:
         self._add(project, cost - reserved)
 
     def charge(self, project: str, cost: float) -> None:
-        """Charges the project `cost`; a negative cost gives back what it was charged too much."""
+        """Charges the project `cost`, divided by its weight."""
         self._add(project, cost / self._weight_of(project))
 
     def _add(self, project: str, time: float) -> None:

@@ -28,9 +28,15 @@ STAGE_SECONDS = Histogram(
 )
 OPS = Counter("tinsmith_ops_total", "Ops that finished on this worker", ["kind", "state"])
 LOST_ATTEMPTS = Counter(
-    "tinsmith_lost_attempts_total", "Attempts that ended with their worker, of Ops that finished here", ["kind"]
+    "tinsmith_lost_attempts_total",
+    "Attempts that ended with their worker or broke its backend, of Ops that finished here",
+    ["kind"],
 )
-GIVEN_UP = Counter("tinsmith_given_up_ops_total", "Ops that failed because each of their workers died", ["kind"])
+GIVEN_UP = Counter(
+    "tinsmith_given_up_ops_total",
+    "Ops given up after three attempts: their workers died, or their backend or restore broke",
+    ["kind"],
+)
 TOKENS = Counter(
     "tinsmith_tokens_total",
     "Tokens trained on, read as prompts (the sum of prefilled and cached), or sampled",

@@ -239,8 +239,8 @@ class Missing:
 
 
 class AdapterFiles:
-    """Adapter files on this machine, by object-store prefix. Files in use stay; of the others, the last used stay, up
-    to `most_bytes`, and while the disk of `cache` has room for new ones.
+    """Adapter files on this machine, by object-store prefix. Files in use stay. Of the others the last used stay, while
+    all files together have at most `most_bytes`, and the disk of `cache` has room for new ones.
 
     With `in_place` the files in shared memory are used there, and kept there as long as they are in use. That suits all
     weights of a model, whose copy would take seconds. Otherwise they are copied, and leave room there for others.

@@ -27,7 +27,7 @@ from app.errors import Fenced, OpError, Requeue, ServerOpError, TriedOften, Unav
 from app.stores.objects.routes import RouteFiles, StoredRoutes
 from app.stores.redis.completions import TokenChunk, TokenStreams
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords, load
+from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Entry
 from app.wire import results
 from app.wire.results import encode_sample
@@ -210,15 +210,14 @@ class SampleRunner:
             return _Ran(results.of_error(_op_error(entry, error)))
 
     def _sample(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> _Ran:
-        stored = self._records.get(Sampler.namespace, sampling_session_id)
-        if stored is None:
+        sampler = self._records.find(Sampler, sampling_session_id)
+        if sampler is None:
             raise ServerOpError(f"sampling session {sampling_session_id} no longer exists; create a new one")
         if not entry.payload:
             raise ServerOpError("the request is lost, because its object in the object store is gone; send it again")
         request = ops.decode(entry.payload)
         if request.stream:
             handle.on_tokens = self._publisher.callback(entry.request_id)
-        sampler = load(Sampler, stored)
         telemetry.op_started(entry, sampler.owner)
         pinned = sampler.prefix if entry.adapter is None else entry.adapter
         adapter = self._adapters.use(pinned, sampler.owner, handle)

@@ -274,7 +274,7 @@ class RetryBackoff:
             self._send_for(model_id, seq, waiting[seq])
 
     def forget(self, model_id: str) -> dict[int, str]:
-        """Drops the waiting Ops of a model that is owned elsewhere. Returns them: kinds by seq."""
+        """Drops the model's waiting Ops and its pause. Returns the Ops: kinds by seq."""
         self._pauses.pop(model_id, None)
         return self._kinds.pop(model_id, {})
 

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from app.domain.records import TEMPLATE_FOLDER
 from app.domain.sampling import CONTEXT_OVERFLOW
-from app.errors import BadRequest, Unavailable
+from app.errors import BadRequest, TinsmithError, Unavailable
 from app.services.base_models import BaseModels
 
 if TYPE_CHECKING:
@@ -140,7 +140,6 @@ class Tokenizers:
 
 def read(source: str) -> BaseTokenizer:
     """The tokenizer in a folder, or of a hub id. Raises BadRequest or Unavailable."""
-    from jinja2 import TemplateError
     from tokenizers import Tokenizer
 
     find = find_in(source)
@@ -156,8 +155,8 @@ def read(source: str) -> BaseTokenizer:
         core.no_truncation()
         core.no_padding()
         return BaseTokenizer(core, _templates(find, config), _special(config))
-    except (OSError, ValueError, TemplateError) as error:
-        raise BadRequest(f"the tokenizer {source!r} cannot be read: {error}") from None
+    except TinsmithError:  # the hub is away
+        raise
     except Exception as error:  # tokenizers raises nothing narrower for a damaged file
         raise BadRequest(f"the tokenizer {source!r} cannot be read: {error}") from None
 

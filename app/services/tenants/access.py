@@ -24,6 +24,7 @@ from app.ids import TinkerPath
 from app.services.tenants.accounts import AccountService, hash_secret
 from app.services.views import Page, is_wanted, user_urn
 from app.settings import hash_key
+from app.stores.redis.client import slices
 from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Record
 
@@ -144,8 +145,8 @@ def first_wanted(
     of the next are read, and of their sessions each once."""
     found: list[ListedCheckpoint] = []
     users: dict[str, str] = {}
-    for start in range(0, len(paths), _SLICE):
-        slice_ = _read(records, projects, paths[start : start + _SLICE])
+    for some in slices(paths, _SLICE):
+        slice_ = _read(records, projects, some)
         if owner["type"] != "accessible":
             sessions = {ids.session_of(one.model_id) for _, one in slice_}
             users |= users_of(records, sessions - users.keys())

@@ -19,7 +19,7 @@ from app.domain.accounts import Caller
 from app.domain.results import HOUR_S
 from app.errors import Forbidden
 from app.services.views import timestamp, user_urn
-from app.stores.redis.pages import UsageLedger
+from app.stores.redis.pages import Ledgers
 from app.stores.redis.records import RedisRecords
 
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
@@ -65,7 +65,7 @@ def entry(by: Caller | None, scope: str, event: str, about: About) -> str:
 class AuditService:
     """Reads the audit log for admins."""
 
-    ledger: UsageLedger
+    ledgers: Ledgers
     records: RedisRecords
 
     def read(self, caller: Caller, event_type: EventType, day: date | None) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ class AuditService:
     def of(self, scopes: list[str], event_type: EventType, day: date, days: int = 1) -> list[dict[str, Any]]:
         """The same entries for any projects and organisations, of so many days from `day` on."""
         first = int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()) // HOUR_S
-        pages = self.ledger.read("audit", scopes, range(first, first + days * _DAY_H))
+        pages = self.ledgers.read("audit", scopes, range(first, first + days * _DAY_H))
         found = sorted((_parsed(text) for fields in pages.values() for text in fields.values()), key=lambda one: one[0])
         return [_view(ms, entry) for ms, entry in found if _is_of(entry["event"], event_type)]
 

@@ -9,7 +9,7 @@ from datetime import UTC, date, datetime, timedelta
 from app.domain.prices import PricesOf, total
 from app.domain.results import HOUR_S
 from app.services.tenants.usage import totals
-from app.stores.redis.pages import RedisPages, UsageLedger
+from app.stores.redis.pages import Ledgers, RedisPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +26,16 @@ class Spending:
         return total([self.prices_of(base).cost(kind, amount) for (kind, base), amount in used.items()])
 
 
-def refill(ledger: UsageLedger, today: date) -> int:
+def refill(ledgers: Ledgers, today: date) -> int:
     """Refills the usage of today's month from its hourly pages, after the state server lost it. Returns the number of
     projects that had lost some. Usage that is there already stays, so a repeat changes nothing. Raises Unavailable."""
     hours, refilled = hours_of(today.replace(day=1)), 0
-    for project in ledger.files.projects("usage"):
-        stored, amounts = ledger.files.find("usage", project, hours), Counter[tuple[str, str]]()
+    for project in ledgers.files.projects("usage"):
+        stored, amounts = ledgers.files.find("usage", project, hours), Counter[tuple[str, str]]()
         for fields in stored.values():
             for kind, _, base_model, amount in totals(fields):
                 amounts[kind, base_model] += amount
-        refilled += ledger.pages.refill_month(project, hours, (page.hour for page in stored), amounts)
+        refilled += ledgers.pages.refill_month(project, hours, (page.hour for page in stored), amounts)
     return refilled
 
 

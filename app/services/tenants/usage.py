@@ -18,7 +18,7 @@ from app.services.tenants.access import ListedCheckpoint, check_role, list_check
 from app.services.tenants.audit import admin_projects
 from app.services.views import check_seen, texts, timestamp, user_urn
 from app.stores.pages import Fields, LedgerPage
-from app.stores.redis.pages import UsageLedger
+from app.stores.redis.pages import Ledgers
 from app.stores.redis.records import RedisRecords
 
 LONGEST = timedelta(days=14)
@@ -32,14 +32,14 @@ _Group = tuple[str, str, str]
 class UsageService:
     """Usage and storage reports for admins, about the projects where they are admins."""
 
-    ledger: UsageLedger
+    ledgers: Ledgers
     records: RedisRecords
     prices_of: PricesOf
 
     def events(self, caller: Caller, start: datetime, end: datetime) -> dict[str, Any]:
         """The SDK's BillingUsageResponse for the hours from `start` up to `end`. Usage stays with the project that had
         the run or the sampler at the time. Raises Forbidden, BadRequest, and Unavailable."""
-        pages = self.ledger.read("usage", admin_projects(caller), self._hours(start, end))
+        pages = self.ledgers.read("usage", admin_projects(caller), self._hours(start, end))
         sessions = {id_: about for fields in pages.values() for id_, about in _sessions(fields)}
         emails = self._emails({about["user"] for about in sessions.values()})
         events = [event for page, fields in pages.items() for event in self._events(page, fields, sessions, emails)]
@@ -107,7 +107,7 @@ class UsageService:
         belongs to no run is in rows without one: samples of a base model, storage, and usage that an earlier version
         counted. Raises Unavailable."""
         used: defaultdict[_Group, Counter[str]] = defaultdict(Counter)
-        for page, fields in self.ledger.read("usage", projects, hours).items():
+        for page, fields in self.ledgers.read("usage", projects, hours).items():
             for (run, base_model), amounts in _of_runs(fields).items():
                 used[page.project, run, base_model].update(amounts)
         stored: Counter[_Group] = Counter()

@@ -35,7 +35,7 @@ class ArchiveFiles:
 
     def __init__(self, objects: ObjectStore, least_free: int) -> None:
         self._objects = objects
-        self._copies = TemporaryCopies("archives", least_free)
+        self._copies = TemporaryCopies(least_free)
 
     def open(self, prefix: str) -> Archive:
         """The archive of the checkpoint at `prefix`. Raises NotFound, or Unavailable."""

@@ -8,6 +8,7 @@ A local file appears whole or not at all, and survives a power cut.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import tempfile
@@ -125,6 +126,11 @@ def copy_bounded(pieces: Iterable[bytes], file: BinaryIO, most_bytes: int | None
             if left < 0:
                 raise TooLarge(f"the object has more than {most_bytes} bytes")
         file.write(piece)
+
+
+def reader(source: Path | bytes) -> BinaryIO:
+    """The content of a file, or these bytes, open for reading."""
+    return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
 
 
 @contextmanager

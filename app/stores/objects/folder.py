@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import stat
 import time
@@ -24,6 +23,7 @@ from app.stores.objects.base import (
     flush,
     flush_folder,
     is_key,
+    reader,
     temporary_file,
     whole_file,
 )
@@ -71,7 +71,7 @@ class FolderStore:
         with self._outages():
             if target.exists():
                 return False
-            with temporary_file(self._unfinished) as (file, temporary), _reader(source) as data:
+            with temporary_file(self._unfinished) as (file, temporary), reader(source) as data:
                 self._write(data, file)
                 return self._link(temporary, target)
 
@@ -263,10 +263,6 @@ def _route(key: str) -> str:
 
 def _put_route(key: str, most_bytes: int) -> str:
     return f"uploads/{most_bytes}/{key}"
-
-
-def _reader(source: Path | bytes) -> BinaryIO:
-    return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
 
 
 def _shared(root: Path) -> int:

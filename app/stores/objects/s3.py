@@ -32,7 +32,7 @@ from app import sockets
 from app.domain.checkpoints import FileEntry
 from app.errors import NotFound, SetupError, Unavailable
 from app.settings import StoreSettings
-from app.stores.objects.base import check_key, check_prefix, copy_bounded, is_key, whole_file
+from app.stores.objects.base import check_key, check_prefix, copy_bounded, is_key, reader, whole_file
 from app.telemetry import store_call
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class S3Store:
     def put_new(self, key: str, source: Path | bytes) -> bool:
         """Stores a file; False (nothing changes) when the key exists."""
         check_key(key)
-        with self._outages(), _reader(source) as data:
+        with self._outages(), reader(source) as data:
             self._check_once(Unavailable)
             status = self._put(key, data)
         if status in (200, 412):
@@ -330,10 +330,6 @@ def _client(url: SplitResult, settings: StoreSettings, http: urllib3.PoolManager
 
 def _stream(answer: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
     return answer.stream(2**20, decode_content=False)
-
-
-def _reader(source: Path | bytes) -> BinaryIO:
-    return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
 
 
 def _reason(error: Exception) -> str:

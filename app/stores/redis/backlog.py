@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import filterfalse
 from math import inf
-from typing import TypeVar, cast
+from typing import cast
 
 import redis
 
@@ -18,11 +18,10 @@ from app import ids
 from app.domain.results import FutureState
 from app.settings import EngineSettings
 from app.stores.redis import keys
-from app.stores.redis.client import Scripts
+from app.stores.redis.client import Scripts, slices
 from app.stores.redis.types import Call, ModelLine, Unfinished, Waiting, WaitingSample
 
 _SLICE = 1000
-T = TypeVar("T")
 
 _MOST = 10_000
 _CALLS_SLICE = 500
@@ -75,7 +74,7 @@ class RedisBacklog:
     def seqs(self, model_ids: Sequence[str]) -> dict[str, list[int]]:
         """The waiting seqs of each model, in order, including consumed ones."""
         found = {}
-        for slice_ in _slices(model_ids):
+        for slice_ in slices(model_ids, _SLICE):
             with self._redis.pipeline(transaction=False) as pipe:
                 for model_id in slice_:
                     pipe.hget(keys.model(model_id), "applied")
@@ -104,7 +103,7 @@ class RedisBacklog:
 
     def _lines(self, model_ids: Sequence[str]) -> list[ModelLine]:
         lines = []
-        for slice_ in _slices(model_ids):
+        for slice_ in slices(model_ids, _SLICE):
             for model_id, row in zip(slice_, self._run("lines", *slice_), strict=True):
                 if row:
                     owner, queue, node, applied, waiting, running, admitted = row
@@ -122,7 +121,7 @@ class RedisBacklog:
     def _places(self, requests: Mapping[str, str]) -> dict[str, tuple[str, str]]:
         """(owner, queue) by sampler id. `requests` gives one request of each sampler."""
         found = {}
-        for slice_ in _slices(list(requests.items())):
+        for slice_ in slices(list(requests.items()), _SLICE):
             with self._redis.pipeline(transaction=False) as pipe:
                 for sampler_id, request_id in slice_:
                     pipe.hget(keys.record("samplers", sampler_id), "owner")
@@ -135,10 +134,6 @@ class RedisBacklog:
 
     def _sequences(self, queue: str) -> int:
         return sum(map(int, cast(list[bytes], self._redis.hvals(keys.placed(queue)))))
-
-
-def _slices(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    return (items[start : start + _SLICE] for start in range(0, len(items), _SLICE))
 
 
 class RedisCalls:
@@ -168,9 +163,8 @@ class RedisCalls:
 
     def of(self, request_ids: Iterable[str]) -> list[Call]:
         """The known ones of these calls, in their order."""
-        wanted, calls = list(request_ids), []
-        for start in range(0, len(wanted), _CALLS_SLICE):
-            slice_ = wanted[start : start + _CALLS_SLICE]
+        calls = []
+        for slice_ in slices(list(request_ids), _CALLS_SLICE):
             with self._redis.pipeline(transaction=False) as pipe:
                 for request_id in slice_:
                     pipe.hmget(keys.future(request_id), "kind", "state", "admitted", "ended")

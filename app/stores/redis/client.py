@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import redis
 
@@ -24,6 +24,7 @@ from app.stores.redis import keys, scripts, sentinel
 from app.stores.redis.durability import CONFIRMED, NotDurable, check_connection, confirmed
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 # redis-py's own pool raises at its 100th connection; 1,200 threads that wait for a free one need far fewer.
 _CONNECTIONS = 64
 _WAIT_S = 10
@@ -94,6 +95,11 @@ def text_fields(fields: Mapping[bytes, bytes]) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in fields.items()}
 
 
+def slices(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """The items in slices of `size`: the server answers other clients between two round trips."""
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
 def flat(fields: Mapping[str, str] | Mapping[str, int]) -> list[str | int]:
     """Names and values in turn, as scripts take them."""
     return [part for pair in fields.items() for part in pair]
@@ -138,8 +144,7 @@ class Scripts:
         returns the last id of a full slice or '', and then its rows. A round trip is for several prefixes and reads
         `most` ids of them all: the server answers other clients in between.
         """
-        for start in range(0, len(prefixes), _PREFIXES):
-            some = prefixes[start : start + _PREFIXES]
+        for some in slices(prefixes, _PREFIXES):
             firsts: dict[int, bytes | str] = {i: f"[{prefix}" for i, prefix in enumerate(some)}
             found: list[list[Any]] = [[] for _ in some]
             while firsts:

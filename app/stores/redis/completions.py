@@ -20,7 +20,7 @@ import redis
 
 from app.settings import EngineSettings
 from app.stores.redis import keys
-from app.stores.redis.client import Scripts
+from app.stores.redis.client import Scripts, slices
 from app.stores.redis.types import Completion
 
 _SLICE = 1000
@@ -51,9 +51,8 @@ class RedisCompletions:
     def acknowledge(self, request_ids: Iterable[str]) -> None:
         """Notes that the results of these requests were fetched, so that they may expire earlier. Unfinished and
         unknown requests do not change."""
-        fetched = list(request_ids)
-        for start in range(0, len(fetched), _SLICE):
-            self._run("note_read", self._kept_s, *fetched[start : start + _SLICE])
+        for slice_ in slices(list(request_ids), _SLICE):
+            self._run("note_read", self._kept_s, *slice_)
 
 
 @dataclass(frozen=True, slots=True)

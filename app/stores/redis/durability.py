@@ -31,7 +31,7 @@ CONFIRMED = frozenset(
     {
         # A client gets an answer that says that these happened.
         *("admit", "admit_sample", "cancel_sample", "create_model", "end_model", "end_sampler", "finish", "join"),
-        *("move_session", "note", "open_session", "put_loss", "put_new", "put_newer"),
+        *("end_samplers", "move_session", "note", "open_session", "put_loss", "put_new", "put_newer"),
         *("put_reserved", "refuse", "update"),
         # Objects are deleted next, or written for good.
         *("close_pages", "delete", "delete_older", "delete_same"),

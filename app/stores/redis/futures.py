@@ -118,8 +118,9 @@ class RedisFutures:
         Unavailable while there is no room. A repeat can only raise the first of these. Raises UnreplicatedAdmission for
         a request that was journaled now, but that too few replicas have.
 
-        The request is held (throttled) if its owner has held requests, or enough requests under way: all owners
-        together have three batches of the queue's samplers, or this owner its part of a batch.
+        The request is throttled if its owner has throttled requests, or if `may_dispatch` (lua/dispatch.lua) finds no
+        room: three batches of the queue's samplers are dispatched, beyond them up to twice as many while the owner
+        stays within its equal part of three. An owner without a dispatched request always has room.
         """
         self._check_size(payload)
         most = (bounds.requests, bounds.tokens) if bounds else ("", "")
@@ -145,7 +146,7 @@ class RedisFutures:
         return self._admit(payload, lambda *content: self._run("admit_sample", *content, *call), read)
 
     def release_samples(self, queue: str, last: Sequence[str] = ()) -> list[tuple[str, str | None]]:
-        """Releases the held requests for which there is room now.
+        """Releases the throttled requests for which there is room now.
 
         Returns each with the node to dispatch it to. One request of each owner is released at a time; the owners in
         `last` come after the others, in that order.

@@ -342,8 +342,9 @@ class RedisOpLog(RedisFutures):
         """The queues to which sampling requests were ever dispatched."""
         return [queue.decode() for queue in cast("list[bytes]", self._redis.hkeys(keys.RUNG_ROWS))]
 
-    def owners(self, model_ids: Sequence[str]) -> list[str]:
-        """The node that owns each model; empty without a live owner. A name that is not UTF-8 hides no other."""
+    def holders(self, model_ids: Sequence[str]) -> list[str]:
+        """The node of the worker that holds each model in memory; empty without one. A name that is not UTF-8 hides no
+        other."""
         found = self._redis.mget([keys.lease(model_id) for model_id in model_ids]) if model_ids else []
         workers = cast("list[bytes | None]", found)
         return [ids.node_of((worker or b"").decode(errors="replace")) for worker in workers]

@@ -102,7 +102,8 @@
                               demands, last_workers (app/domain/records.py);
                               a session's record also has loss_bytes, the bytes of its custom losses;
                               a sampler's record also counts the clients that joined it; that of a save without a
-                              path has size_bytes, and given_up (ms) once its adapter is to be deleted;
+                              path has size_bytes, and given_up (ms) once its adapter is to be deleted; unless it
+                              follows a run's newest weights, the record is removed engine.result_unread_s later;
                               a checkpoint's has deleting, its prefix, once its deletion has begun
                               organisations, projects, users, keys (app/domain/accounts.py): a copy of the object
                               store's accounts, looked up at every request
@@ -110,7 +111,7 @@
     index:<namespace>   ZSET  the ids of a namespace, all of score 0, so that they are in order
     stream:<request>    STREAM  on the broker: the tokens of a sampling request with a streamed answer: index, place,
                               tokens, logprobs; expires, and may be lost: the result holds all tokens
-    page:<page>         HASH  usage or audit entries of a project in one hour: "<book>/<project>/<hour>"
+    page:<page>         HASH  usage or audit entries of a project in one hour: "<ledger>/<project>/<hour>"
                               (app/stores/pages.py); moves to the object store when the hour is over
     month:<project>/<month>  HASH  "<kind> <base model>" -> usage of a project in one month, counted from January 1970;
                               a budget is compared with it; expires

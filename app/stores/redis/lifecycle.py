@@ -17,7 +17,7 @@ from app.domain.results import Result
 from app.errors import NotFound, Unavailable
 from app.settings import EngineSettings
 from app.stores.redis import keys, limits
-from app.stores.redis.client import Scripts, flat
+from app.stores.redis.client import Scripts, flat, slices
 from app.stores.redis.journal import ENDED, RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Holder, Record
@@ -133,19 +133,28 @@ class RedisLifecycle:
         session is not retired any more."""
         return bool(self._run("end_sampler", sampler_id, self._retain_ms if retired else "", self._unread_s))
 
+    def end_samplers(self, sampler_ids: Sequence[str], *, retired: bool) -> None:
+        """Removes the records of many samplers, as `end_sampler` does."""
+        for slice_ in slices(sampler_ids, _ENDED_AT_ONCE):
+            self._run("end_samplers", self._retain_ms if retired else "", self._unread_s, *slice_)
+
     def use_sampler(self, sampler_id: str) -> bool:
         """Notes that a sampler is about to be used, so that `end_unused_samplers` leaves it for at least half of
         `engine.ephemeral_s`. Returns False when there is none yet."""
         return bool(self._run("use_sampler", sampler_id, self._ephemeral_ms))
 
-    def end_unused_samplers(self, sampler_ids: Sequence[str]) -> int:
+    def end_unused_samplers(self, sampler_ids: Sequence[str], *, copies: bool = True) -> int:
         """Ends those of these samplers that have no unfinished request, and were made and last used
-        `engine.ephemeral_s` ago or earlier. Returns their number."""
-        slices = (sampler_ids[i : i + _ENDED_AT_ONCE] for i in range(0, len(sampler_ids), _ENDED_AT_ONCE))
-        return sum(self._run("end_unused_samplers", self._ephemeral_ms, self._unread_s, *slice_) for slice_ in slices)
+        `engine.ephemeral_s` ago or earlier. Returns their number. Without `copies`, nothing may still run on them."""
+        keep_s = self._unread_s if copies else 0
+        return sum(
+            self._run("end_unused_samplers", self._ephemeral_ms, keep_s, *slice_)
+            for slice_ in slices(sampler_ids, _ENDED_AT_ONCE)
+        )
 
     def adapters(self, model_id: str) -> dict[str, str]:
-        """The adapters of the run's saves without a path: their prefixes by sampling session."""
+        """The adapters of the run's saves without a path: their prefixes by sampling session; empty for one that was
+        given up, whose files are deleted already, or by the orphans maintenance task."""
         prefix, found = ids.sampler_prefix(ids.session_of(model_id)), list[str]()
         first, last = f"[{prefix}", b"(" + prefix.encode() + b"\xff"
         while first:
@@ -169,9 +178,9 @@ class RedisLifecycle:
         in_use: set[str] = set()
         for sampler_id in self._asked(session_id):
             requests = [name.decode() for name in cast(set[bytes], self._redis.smembers(keys.sampled(sampler_id)))]
-            for start in range(0, len(requests), _SLICE):
+            for slice_ in slices(requests, _SLICE):
                 with self._redis.pipeline(transaction=False) as pipe:
-                    for request_id in requests[start : start + _SLICE]:
+                    for request_id in slice_:
                         pipe.hget(keys.op(request_id), "adapter")
                     in_use.update(adapter.decode() for adapter in pipe.execute() if adapter)
         return in_use
@@ -179,7 +188,7 @@ class RedisLifecycle:
     def abort_samples(self, session_id: str | None = None) -> int:
         """Fails ("user") the unfinished requests of samplers that are gone or whose session has ended; with
         `session_id` only those of this session's samplers. Returns their number."""
-        return sum(map(self._abort_samples, _slices(self._asked(session_id), _SAMPLERS_AT_ONCE)))
+        return sum(map(self._abort_samples, slices(self._asked(session_id), _SAMPLERS_AT_ONCE)))
 
     def _abort_samples(self, sampler_ids: Sequence[str]) -> int:
         failed = Result.failure(SAMPLING_ENDED)
@@ -209,7 +218,7 @@ class RedisLifecycle:
     def holders(self, model_ids: Iterable[str]) -> list[Holder]:
         """The places of these models in memory; models that no worker holds are left out."""
         found: list[Any] = []
-        for slice_ in _slices(list(model_ids)):
+        for slice_ in slices(list(model_ids), _SLICE):
             with self._redis.pipeline(transaction=False) as pipe:
                 for model_id in slice_:
                     pipe.get(keys.lease(model_id))
@@ -241,9 +250,9 @@ class RedisLifecycle:
         """Notes everything that is unreferenced now. Returns what was in every such note for `engine.orphan_s`."""
         now, current = self._now_ms(), set(unreferenced)
         marked = {mark.decode() for mark, _ in self._redis.zscan_iter(keys.ORPHANS, count=_SLICE)}
-        for gone in _slices(sorted(marked - current)):
+        for gone in slices(sorted(marked - current), _SLICE):
             self._redis.zrem(keys.ORPHANS, *gone)
-        for new in _slices(sorted(current - marked)):
+        for new in slices(sorted(current - marked), _SLICE):
             self._run("mark_orphans", now, *new)
         found = self._redis.zrangebyscore(keys.ORPHANS, "-inf", now - self._orphan_ms)
         return [mark.decode() for mark in cast(list[bytes], found)]
@@ -294,15 +303,11 @@ class Pins:
         """The prefixes that those runs load which `may_load` is true for."""
         runs = self._records.list(Model.namespace)
         live = [model_id for model_id, fields in runs if "ended" not in fields and may_load(fields)]
-        for slice_ in _slices(live):
+        for slice_ in slices(live, _SLICE):
             for model_id, seq in self._lifecycle.loads(slice_):
                 entry = self._oplog.entry(model_id, seq)
                 if entry is not None and entry.payload:
                     yield ops.decode(entry.payload).prefix
-
-
-def _slices(items: Sequence[str], size: int = _SLICE) -> Iterable[Sequence[str]]:
-    return (items[i : i + size] for i in range(0, len(items), size))
 
 
 def _sum(run: Callable[[], int]) -> int:

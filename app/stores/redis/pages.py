@@ -1,4 +1,4 @@
-"""Open pages of usage and of the audit log on Redis, and whole books: these pages and those in the object store."""
+"""Open pages of usage and of the audit log on Redis, and whole ledgers: these pages and those in the object store."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ class RedisPages:
         return None if found is None else float(found)
 
     def measure(self, before: float | None, now: float, storage: Iterable[StorageUse]) -> bool:
-        # As text: a script's own numbers are exact only up to 2^53, ten terabytes for a quarter of an hour.
         """Counts the bytes held between two measurements. Returns False, without a change, when `before` was not the
         last measurement."""
+        # As text: a script's own numbers are exact only up to 2^53, ten terabytes for a quarter of an hour.
         rows = [[each.project, each.base_model, each.hour, str(each.byte_seconds)] for each in storage]
         return bool(self._run("measure_storage", "" if before is None else repr(before), repr(now), json.dumps(rows)))
 
 
 @dataclass(frozen=True, slots=True)
-class UsageLedger:
-    """Pages still at the state server, and those in the object store."""
+class Ledgers:
+    """The pages of both ledgers: those still at the state server, and those in the object store."""
 
     pages: RedisPages
     files: PageFiles

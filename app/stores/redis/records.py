@@ -10,26 +10,14 @@ from typing import Literal, TypeVar, cast
 
 import redis
 
-from app import ids
 from app.domain.accounts import Account, Key, User
 from app.domain.progress import Point, Progress, Recorded
-from app.domain.records import (
-    Checkpoint,
-    Demand,
-    Loss,
-    Model,
-    Refusal,
-    Sampler,
-    Session,
-    ShmTransfer,
-    Upload,
-    Worker,
-)
+from app.domain.records import Checkpoint, Demand, Loss, Model, Refusal, Sampler, Session, ShmTransfer, Upload, Worker
 from app.errors import NotFound, TooLarge, Unavailable
 from app.settings import EngineSettings
 from app.stores.pages import Ledger
 from app.stores.redis import keys
-from app.stores.redis.client import Scripts, flat, is_outage, read_hash, text_fields
+from app.stores.redis.client import Scripts, flat, is_outage, read_hash, slices, text_fields
 from app.stores.redis.types import Record
 
 _POINT_FIELDS = {each.name for each in dataclasses.fields(Point)} - {"kind", "seq", "at"}
@@ -45,13 +33,11 @@ RETAINED = ("owner", "prefix", "public", "expires_at", "expiry_by")
 """A checkpoint that is overwritten, moved, published or given a TTL differs in one of these fields."""
 Stored = tuple[str, Record]
 """A record's id and its fields."""
+AnyRecord = Session | Model | Sampler | ShmTransfer | Checkpoint | Upload | Loss | Worker | Refusal | Demand | Account
+R = TypeVar("R", bound=AnyRecord)
 
 
-Storable = Session | Model | Sampler | ShmTransfer | Checkpoint | Upload | Loss | Worker | Refusal | Demand | Account
-R = TypeVar("R", bound=Storable)
-
-
-def dump(record: Storable) -> dict[str, str]:
+def dump(record: AnyRecord) -> dict[str, str]:
     """Converts a record to its fields, each as JSON text."""
     return {f.name: json.dumps(getattr(record, f.name)) for f in dataclasses.fields(record)}
 
@@ -223,7 +209,7 @@ class RedisRecords:
     def _relist(self, project: str, owned: Set[str]) -> None:
         listed = cast(set[bytes], self._redis.smembers(keys.checkpoints_of(project)))
         with _outage_tolerated():
-            for slice_ in _slices(sorted(owned | {path.decode() for path in listed})):
+            for slice_ in slices(sorted(owned | {path.decode() for path in listed}), _SLICE):
                 self._run("relist", project, *slice_)
 
     def list_sessions(self, projects: Collection[str]) -> Sequence[tuple[float, str]]:
@@ -258,7 +244,7 @@ class RedisRecords:
         """Corrects the lists of these sessions or runs, and of all that are gone."""
         listed = cast(list[bytes], self._redis.hkeys(keys.owners(namespace.removesuffix("s"))))
         with _outage_tolerated():
-            for slice_ in _slices(sorted({*ids, *(id_.decode() for id_ in listed)})):
+            for slice_ in slices(sorted({*ids, *(id_.decode() for id_ in listed)}), _SLICE):
                 self._relist_owned(namespace, slice_)
 
     def correct_some(self, namespace: Literal["sessions", "models"], after: str, limit: int) -> str:
@@ -293,7 +279,7 @@ class RedisRecords:
 
     def read(self, namespace: str, ids: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
         """Reads records by their ids, a slice at a time; a missing one has no fields."""
-        for slice_ in _slices(ids):
+        for slice_ in slices(ids, _SLICE):
             with self._redis.pipeline(transaction=False) as pipe:
                 for id_ in slice_:
                     pipe.hgetall(keys.record(namespace, id_))
@@ -305,7 +291,7 @@ class RedisRecords:
     ) -> Iterator[tuple[str, dict[str, str]]]:
         """Reads some fields of records by their ids, as `read` does. One reply of plain values is parsed in a tenth of
         the time of many replies."""
-        for slice_ in _slices(ids):
+        for slice_ in slices(ids, _SLICE):
             found = self._run("read_fields", namespace, len(names), *names, *slice_)
             values = (found[start : start + len(names)] for start in range(0, len(found), len(names)))
             for id_, its in zip(slice_, values, strict=True):
@@ -323,12 +309,6 @@ class RedisRecords:
             for (steps, tokens), rows in zip(found[::2], found[1::2], strict=True)
         ]
 
-    def holders(self, model_ids: Sequence[str]) -> Sequence[str]:
-        """The node of the worker that holds each model in memory; empty if none does."""
-        leases = [keys.lease(model_id) for model_id in model_ids]
-        found = cast("list[bytes | None]", self._redis.mget(leases) if leases else [])
-        return [ids.node_of(lease.decode()) if lease else "" for lease in found]
-
     def record(self, model_id: str, found: Iterable[Recorded]) -> None:
         """Keeps metrics that a client recorded for a run, those of a repeated event once; nothing happens once the run
         has ended. Raises Unavailable while there is no room."""
@@ -343,7 +323,7 @@ class RedisRecords:
         return [[Recorded(*json.loads(fields[b"point"])) for _, fields in rows] for rows in found]
 
     def note(self, ledger: Ledger, project: str, key: str, text: str, *, urgent: bool = False) -> None:
-        """Writes an entry on this hour's page of a project's book (app/stores/pages.py), unless the page has an entry
+        """Writes an entry on this hour's page of a project's ledger (app/stores/pages.py), unless the page has an entry
         with this key.
 
         Raises Unavailable while there is no room, unless the entry is `urgent`.
@@ -384,10 +364,6 @@ def _retained(fields: Record) -> list[str]:
 
 def _paired(parts: Sequence[bytes]) -> dict[bytes, bytes]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
-
-
-def _slices(ids: Sequence[str]) -> Iterator[Sequence[str]]:
-    return (ids[start : start + _SLICE] for start in range(0, len(ids), _SLICE))
 
 
 @contextmanager

@@ -201,8 +201,8 @@ class WaitingSample:
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """`samples` are in the order of their admission. `sequences` are the sequences, by queue, of requests that were
-    given to a sampler."""
+    """`samples` are in the order of their admission, or of their release if they were throttled. Those that are
+    throttled or paused come last. `sequences` are the sequences, by queue, of requests that were given to a sampler."""
 
     models: Sequence[ModelLine]
     samples: Sequence[WaitingSample]

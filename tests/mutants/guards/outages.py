@@ -52,6 +52,20 @@ MUTANTS = (
         "::test_a_part_of_a_session_is_torn_down_however_long_it_took_to_find_it",
     ),
     Mutant(
+        "sessions: adapters that were deleted before have no files",
+        "app/services/teardown.py",
+        ' and "given_up" not in fields:',
+        ":",
+        f"{_TEARDOWN}::test_one_large_session_is_torn_down_in_rounds_that_each_go_on_where_the_last_one_stopped",
+    ),
+    Mutant(
+        "runs: adapters that were deleted before have no files",
+        "app/stores/redis/lua/lifecycle.lua",
+        "head[3] and '' or saved",
+        "saved",
+        f"{_TEARDOWN}::test_the_deletion_of_a_run_lists_no_files_of_given_up_adapters",
+    ),
+    Mutant(
         "sessions: a round of teardown ends between sessions",
         _LEADER,
         "if time.monotonic() >= until:",

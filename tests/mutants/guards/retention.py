@@ -8,6 +8,7 @@ _RETENTION = "tests/unit/workers/maintenance/test_retention.py"
 _TASK = "workers/maintenance/retention.py"
 _RECORDS = "app/domain/records.py"
 _LIFECYCLE = "app/stores/redis/lua/lifecycle.lua"
+_ADAPTERS = "tests/unit/workers/maintenance/test_adapters.py"
 _OPENAI = "tests/unit/workers/maintenance/test_openai_samplers.py"
 _STAYS = f"{_RETENTION}::test_published_ones_and_those_with_a_ttl_of_their_own_stay_and_do_not_count"
 _PROJECTS_TTL = (
@@ -84,6 +85,20 @@ MUTANTS = (
         "tests/unit/app/api/test_weights.py::test_a_ttl_is_set_counted_from_now_and_removed",
     ),
     # Samplers of OpenAI-compatible calls.
+    Mutant(
+        "deleted adapters: an in-flight client stays",
+        "workers/maintenance/adapters.py",
+        'elif not sampler.follows and "given_up" in fields and',
+        'elif "given_up" in fields and',
+        f"{_ADAPTERS}::test_the_sampling_session_of_a_deleted_adapter_stays_while_it_is_used[inflight]",
+    ),
+    Mutant(
+        "deleted adapters: late requests get the reason for a day",
+        "workers/maintenance/adapters.py",
+        ' and int(fields["given_up"]) < before:',
+        ":",
+        f"{_ADAPTERS}::test_a_day_after_its_adapter_a_sampling_session_is_removed_and_leaves_nothing",
+    ),
     Mutant(
         "unused samplers: one that runs a sample",
         _LIFECYCLE,

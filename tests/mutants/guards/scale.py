@@ -217,8 +217,8 @@ MUTANTS = (
     Mutant(
         "runs: the checkpoints of a few at a time",
         "app/stores/redis/client.py",
-        "for start in range(0, len(prefixes), _PREFIXES):",
-        "for start, _PREFIXES in ((0, len(prefixes)),):",
+        "for some in slices(prefixes, _PREFIXES):",
+        "for some in (prefixes,):",
         f"{_TRIPS}::test_a_long_list_of_runs_is_read_some_runs_at_a_time",
     ),
     Mutant(

@@ -203,7 +203,7 @@ MUTANTS = (
     Mutant(
         "disk: some archives at once",
         "app/stores/disk.py",
-        "            if len(self._sizes) >= self.most:\n",
+        "            if len(self._sizes) >= _MOST_COPIES:\n",
         "            if False:\n",
         "tests/unit/app/api/test_archives.py::test_the_fifth_archive_at_once_is_refused_until_another_one_ends",
     ),

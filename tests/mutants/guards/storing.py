@@ -392,8 +392,8 @@ MUTANTS = (
     Mutant(
         "rebuild: times of two clocks",
         "app/services/recovery.py",
-        "self._saved(load(Checkpoint, stored).prefix)",
-        "load(Checkpoint, stored).created",
+        "self._saved(stored.prefix)",
+        "stored.created",
         "tests/unit/app/services/test_recovery.py::test_the_later_save_counts_whatever_the_difference_between_a_workers_"
         "clock_and_the_state_servers",
     ),

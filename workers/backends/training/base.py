@@ -120,7 +120,8 @@ class TrainingBackend(Protocol):
         ...
 
     def free_memory(self) -> None:
-        """Frees cached device memory that no tensor uses, on every rank. The caller makes no other call meanwhile."""
+        """Frees cached device memory and pinned host memory that no tensor uses, on every rank. The caller makes no
+        other call meanwhile."""
         ...
 
     def healthy(self) -> bool:

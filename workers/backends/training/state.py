@@ -225,7 +225,7 @@ class AdapterState:
     adapter: Adapter
     shards: Shards
     optimizer: ShardedAdamW
-    base_path: str
+    base_model_name: str
     pending: Tensor | None = None
     pending_norm: Tensor | None = None
 
@@ -314,10 +314,11 @@ class AdapterState:
         dtype = self.engine.base.dtype if rounded else torch.float32
         flat = copied({**pending, "weights": self.adapter.whole}, pinned=True, dtype=dtype)
         adapter, layout = self.adapter.packed(flat["weights"]), self.adapter.layout
-        base_path, model, names = self.base_path, self.engine.base.model, self.shards.owners  # `write` keeps no state
+        # `write` keeps no state.
+        base_model_name, model, names = self.base_model_name, self.engine.base.model, self.shards.owners
 
         def write(folder: Path) -> None:
-            peft_files.write(adapter, folder, base_path, model)
+            peft_files.write(adapter, folder, base_model_name, model)
             if moments:
                 save_file(_named(moments, names, layout), folder / OPTIMIZER_FILE)
             if "pending" in flat:
@@ -354,7 +355,7 @@ class AdapterModels:
     """The Models of a trainer of LoRA adapters."""
 
     engine: Engine
-    base_path: str
+    base_model_name: str
 
     def fresh(self, op: Create) -> AdapterState:
         if op.lora is None:
@@ -381,7 +382,7 @@ class AdapterModels:
         weights = pieces(adapter.whole.detach())
         sizes = {name: piece.numel() for name, piece in weights.items()}
         shards = Shards.of(sizes, self.engine.ranks, device, split=self.engine.shards_optimizer)
-        return AdapterState(self.engine, adapter, shards, ShardedAdamW(weights, shards), self.base_path)
+        return AdapterState(self.engine, adapter, shards, ShardedAdamW(weights, shards), self.base_model_name)
 
 
 def _named(stored: Mapping[str, Tensor], names: Iterable[str], layout: Layout) -> dict[str, Tensor]:

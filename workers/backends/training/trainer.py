@@ -18,7 +18,7 @@ from app.domain.results import Done, OptimStepOutput, Output
 from app.errors import NoMemory, OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends import devices
-from workers.backends.failures import StallDetector, ran_out_of_memory
+from workers.backends.failures import StallDetector, lost_device, ran_out_of_memory
 from workers.backends.training.base import BackendOp, Create, Load, Writer, decode, encode_apply, encode_call
 from workers.backends.training.batch_ops import Job, fetch
 from workers.backends.training.engine import Engine, EngineLost
@@ -94,6 +94,7 @@ class Trainer(ABC):
         if not self._broken:
             with self._guarded():
                 self._engine.ranks.send(encode_call("close", model_id))
+                devices.free_pinned()
 
     def free_memory(self) -> None:
         if not self._broken:
@@ -143,6 +144,7 @@ class Trainer(ABC):
                         self._export(model_id)
                 case ("close", model_id):
                     self._forget(model_id)
+                    devices.free_pinned()
                 case ("free_memory",):
                     self._free_memory()
                 case _:
@@ -165,7 +167,7 @@ class Trainer(ABC):
         except OpError:
             raise
         except Exception as error:
-            lost = self._engine.ranks.size > 1 or isinstance(error, torch.AcceleratorError | EngineLost)
+            lost = self._engine.ranks.size > 1 or isinstance(error, EngineLost) or lost_device(error)
             self._broken = self._broken or lost
             raise
 
@@ -350,7 +352,7 @@ class Trainer(ABC):
 
     def _make_models(self, engine: Engine) -> Models:
         if not self._full:
-            return AdapterModels(engine, self._settings.path)
+            return AdapterModels(engine, self._settings.hub_id)
         warn_if_short(engine.base.model, self._settings.trainer, engine.base.device)
         master_device = torch.device("cpu") if self._settings.trainer.offload else engine.base.device
         return FullFinetuneModels(engine, ComputeCopy(engine), self._settings.path, master_device)
@@ -363,6 +365,7 @@ class Trainer(ABC):
     def _free_memory(self) -> None:
         """Returns once every rank has freed its memory: a sampler may take it then."""
         torch.cuda.empty_cache()  # does nothing without a GPU
+        devices.free_pinned()
         self._engine.ranks.count(True)
 
     def _forget(self, model_id: str) -> None:

@@ -52,8 +52,8 @@ local function emptiest(key, queue)
 end
 
 -- The node for a request. The node with the adapter's affinity is chosen while it has room, else a node that has room.
--- While no node has room, the node with affinity stays, unless another node is a whole batch ahead. The affinity moves
--- only when its node is lost.
+-- While no node has room, the node with affinity stays, unless another node is a whole batch ahead. This moves the
+-- affinity only when its node is lost; `claim_sample` moves it when its node did not take the request.
 local function pick(request, queue, adapter)
   local key = affinity_key(request, adapter)
   local home = redis.call('GET', key)

@@ -306,15 +306,15 @@ return given_up
 -- script: adapters flags=no-writes
 -- List the sampling sessions that a run saved an adapter for, without a path, in a slice of those of its session.
 -- ARGV: run, the slice's first and last id as of ZRANGEBYLEX, most ids to read.
--- Returns {sampling session, prefix of its adapter, ...}; of a full slice then its last id.
+-- Returns {sampling session, prefix of its adapter, or '' once it was given up, ...}; of a full slice then its last id.
 local prefix, found = 'models/' .. ARGV[1] .. '/', {}
 local ids = redis.call('ZRANGEBYLEX', 'tinsmith:index:samplers', ARGV[2], ARGV[3], 'LIMIT', 0, ARGV[4])
 for _, id in ipairs(ids) do
-  local head = redis.call('HMGET', 'tinsmith:samplers:' .. id, 'prefix', 'model_path')
+  local head = redis.call('HMGET', 'tinsmith:samplers:' .. id, 'prefix', 'model_path', 'given_up')
   local saved = cjson.decode(head[1] or '""')
   if saved:sub(1, #prefix) == prefix and cjson.decode(head[2] or '""') == '' then
     found[#found + 1] = id
-    found[#found + 1] = saved
+    found[#found + 1] = head[3] and '' or saved
   end
 end
 if #ids == tonumber(ARGV[4]) then found[#found + 1] = ids[#ids] end
@@ -337,13 +337,28 @@ local function end_sampler(id, keep_s)
   redis.call('ZREM', 'tinsmith:samplers_used', id)
 end
 
--- script: end_sampler flags=allow-oom
+-- part: end_retired
 -- needs: end_sampler, is_retired
+-- End a sampler whose session ended at least `least` ms ago (or '' to end it in any case). Returns false when the sampler
+-- does not exist, or when its session is open again.
+local function end_retired(id, least, keep_s)
+  local session = redis.call('HGET', 'tinsmith:samplers:' .. id, 'session_id')
+  if not session or least ~= '' and not is_retired(session, least) then return false end
+  end_sampler(id, keep_s)
+  return true
+end
+
+-- script: end_sampler flags=allow-oom
+-- needs: end_retired
 -- End a sampler. ARGV: sampler id, ms since which its session must have ended (or '' to end it in any case), seconds to
 -- keep the copy of its record. Returns 1, or 0 when the sampler does not exist, or when its session is open again.
-local session = redis.call('HGET', 'tinsmith:samplers:' .. ARGV[1], 'session_id')
-if not session or ARGV[2] ~= '' and not is_retired(session, ARGV[2]) then return 0 end
-end_sampler(ARGV[1], ARGV[3])
+return end_retired(ARGV[1], ARGV[2], ARGV[3]) and 1 or 0
+
+-- script: end_samplers flags=allow-oom
+-- needs: end_retired
+-- End samplers as `end_sampler` does. ARGV: ms since which their session must have ended (or ''), seconds to keep the
+-- copies of their records, sampler ids. Returns 1.
+for i = 3, #ARGV do end_retired(ARGV[i], ARGV[1], ARGV[2]) end
 return 1
 
 -- script: use_sampler flags=allow-oom

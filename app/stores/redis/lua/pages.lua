@@ -11,10 +11,10 @@ local function hour_now()
   return math.floor(now_ms() / 3600000)
 end
 
--- The key of a project's page of a book for an hour; for a closed hour, of the first page that is still open.
-local function page_of(book, project, hour)
+-- The key of a project's page of a ledger for an hour; for a closed hour, of the first page that is still open.
+local function page_of(ledger, project, hour)
   hour = math.max(hour, pages_closed() + 1)
-  local name = book .. '/' .. project .. '/' .. hour
+  local name = ledger .. '/' .. project .. '/' .. hour
   redis.call('ZADD', 'tinsmith:pages', hour, name)
   return 'tinsmith:page:' .. name
 end
@@ -70,9 +70,9 @@ end
 
 -- script: note flags=allow-oom
 -- needs: no_room, now_ms, pages
--- Write an entry to this hour's page of a project's book; an existing entry stays. ARGV: book, project, entry id, text,
--- 'urgent' for an entry that is written even without room. The stored value is the time in ms, a space and the text.
--- Returns 1, or 0 when the entry exists.
+-- Write an entry to this hour's page of a project's ledger; an existing entry stays. ARGV: ledger, project, entry id,
+-- text, 'urgent' for an entry that is written even without room. The stored value is the time in ms, a space and the
+-- text. Returns 1, or 0 when the entry exists.
 local refusal = ARGV[5] ~= 'urgent' and no_room(0)
 if refusal then return refusal end
 local page = page_of(ARGV[1], ARGV[2], hour_now())
@@ -81,7 +81,7 @@ return redis.call('HSETNX', page, ARGV[3], string.format('%.0f ', now_ms()) .. A
 -- script: close_pages flags=allow-oom
 -- needs: pages
 -- Close the pages of past hours: nothing is written to them any more, whatever the clock says later. ARGV: most pages.
--- Returns closed pages, "<book>/<project>/<hour>" each, the oldest first.
+-- Returns closed pages, "<ledger>/<project>/<hour>" each, the oldest first.
 local closed = math.max(pages_closed(), hour_now() - 1)
 redis.call('SET', 'tinsmith:pages_closed', closed)
 return redis.call('ZRANGEBYSCORE', 'tinsmith:pages', '-inf', closed, 'LIMIT', 0, ARGV[1])

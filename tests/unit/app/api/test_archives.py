@@ -102,7 +102,7 @@ def test_an_archive_waits_for_room_for_its_largest_file(api: Api, monkeypatch: p
     url = where(api, stored(api, "archived/room"))
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**30 + 512))
-        patch.setattr(api.services.archives._files, "_copies", TemporaryCopies("archives", 2**30))
+        patch.setattr(api.services.archives._files, "_copies", TemporaryCopies(2**30))
         refused = download(api, url)
         assert (refused.status_code, "free_disk_bytes" in refused.json["detail"]) == (503, True)
         patch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**30 + 513))
@@ -112,7 +112,7 @@ def test_an_archive_waits_for_room_for_its_largest_file(api: Api, monkeypatch: p
 
 
 def test_files_may_be_larger_than_the_8_gb_of_plain_tar(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api.services.archives._files, "_copies", TemporaryCopies("archives", least_free=0))
+    monkeypatch.setattr(api.services.archives._files, "_copies", TemporaryCopies(least_free=0))
     model = stored(api, "archived/large")
     small = FileEntry(len(FILES["adapter_config.json"]), "")
     rewrite(api, "archived/large", {"adapter_config.json": small, "model.safetensors": FileEntry(2**40, "")})

@@ -1,24 +1,23 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from typing import Any
 
 import pytest
-from flask import Flask
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.api.base import EXTENSION
 from app.domain.records import Worker
 from app.stores.redis.backlog import RedisBacklog
 from app.stores.redis.client import connect
-from app.stores.redis.types import Waiting
+from app.stores.redis.journal import RedisOpLog
 from tests.unit.app.api.test_sampling import body as sample_body
 from tests.unit.app.conftest import BASE, Api, batch
 
 
 @pytest.fixture(autouse=True)
-def fresh_backlogs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call reads the backlogs anew, however fast the machine."""
-    monkeypatch.setattr("app.services.queue._BACKLOG_AGE_S", -1.0)
+def fresh_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call reads the queues anew, however fast the machine."""
+    monkeypatch.setattr("app.services.queue._METRICS_AGE_S", -1.0)
 
 
 def samples(api: Api) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -42,12 +41,14 @@ def test_admissions_and_waiting_work_are_counted(api: Api) -> None:
     assert depth not in samples(api)
 
 
+def by_project(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api.services.queue, "_by_project", True)
+
+
 def test_where_asked_waiting_work_is_counted_by_project(
-    api: Api, stranger: Api, app: Flask, monkeypatch: pytest.MonkeyPatch
+    api: Api, stranger: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changed = api.services.settings.api.model_copy(update={"queue_metrics_by_project": True})
-    settings = api.services.settings.model_copy(update={"api": changed})
-    monkeypatch.setitem(app.extensions, EXTENSION, replace(api.services, settings=settings))
+    by_project(api, monkeypatch)
     for one, count in ((api, 2), (stranger, 1)):
         for _ in range(count):
             one.forward_backward(batch(one.model(), 1))
@@ -116,22 +117,36 @@ def test_a_call_that_is_refused_as_no_worker_was_ever_up_makes_the_autoscaler_st
 
 def test_within_a_moment_the_metrics_read_what_waits_only_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """/metrics needs no key."""
-    reads, by_queue = [], RedisBacklog.by_queue
+    reads: Counter[str] = Counter()
 
-    def counted(backlog: RedisBacklog) -> dict[str, Waiting]:
-        reads.append(backlog)
-        return by_queue(backlog)
+    def count(owner: type, name: str) -> None:
+        read = getattr(owner, name)
 
-    monkeypatch.setattr(RedisBacklog, "by_queue", counted)
-    assert backlog(api, "trainer") == 0
-    assert len(reads) == 1
-    monkeypatch.setattr("app.services.queue._BACKLOG_AGE_S", 3600.0)
+        def counted(*args: Any, **more: Any) -> Any:
+            reads[name] += 1
+            return read(*args, **more)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    def backlog_and_depth() -> tuple[float, float]:
+        found, queue = samples(api), frozenset({("queue", f"train.{BASE}"), ("project", project)})
+        role = frozenset({("base_model", BASE), ("role", "trainer")})
+        return found["tinsmith_backlog", role], found.get(("tinsmith_queue_depth", queue), 0)
+
+    project = api.services.authenticator(api.key).project
+    by_project(api, monkeypatch)
+    once = {"by_queue": 1, "pending": 1, "owners": 1}
+    for owner, name in ((RedisBacklog, "by_queue"), (RedisOpLog, "pending"), (RedisBacklog, "owners")):
+        count(owner, name)
+    assert backlog_and_depth() == (0, 0)
+    assert reads == once
+    monkeypatch.setattr("app.services.queue._METRICS_AGE_S", 3600.0)
     api.forward_backward(batch(api.model(), 1))
-    assert backlog(api, "trainer") == 0
-    assert len(reads) == 1
-    monkeypatch.setattr("app.services.queue._BACKLOG_AGE_S", -1.0)
-    assert backlog(api, "trainer") == 1
-    assert len(reads) == 2
+    assert backlog_and_depth() == (0, 0)
+    assert reads == once
+    monkeypatch.setattr("app.services.queue._METRICS_AGE_S", -1.0)
+    assert backlog_and_depth() == (1, 1)
+    assert reads == dict.fromkeys(once, 2)
 
 
 def test_the_metrics_have_base_models_and_roles_for_labels_and_no_more(api: Api) -> None:

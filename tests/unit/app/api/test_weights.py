@@ -11,9 +11,14 @@ import pytest
 from tinker.types.checkpoints_list_response import CheckpointsListResponse
 from tinker.types.training_run import TrainingRun
 
+from app import ids
 from app.domain import ops
-from app.domain.records import Checkpoint
+from app.domain.records import Checkpoint, Sampler
 from app.ids import TinkerPath
+from app.settings import EngineSettings
+from app.stores.redis.client import connect
+from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.records import dump
 from tests import ssh_keys
 from tests.unit.app.api.test_copies import rebuilt, saved
 from tests.unit.app.api.test_models import save_checkpoint
@@ -53,6 +58,27 @@ def test_weights_for_a_sampling_session_stay_or_follow_the_newest(
     assert api.post("save_weights_for_sampler", body).status_code == 200
     saved = op_of(api, model, 1)
     assert isinstance(saved, ops.SaveWeights) and saved.inflight == inflight
+
+
+def test_a_repeated_save_whose_sampling_session_was_removed_makes_none(api: Api) -> None:
+    """It is removed a day after its adapter was deleted."""
+    model = api.model()
+    body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0}
+    saved = api.post("save_weights_for_sampler", body).json
+    sampler = ids.sampling_session_id(ids.session_of(model), 0)
+    prefix = f"models/{model}/sampler_weights/ephemeral-1/1-1"
+    project = api.services.authenticator(api.key).project
+    record = dump(Sampler(project, ids.session_of(model), BASE, 0.0, prefix=prefix))
+    api.commit(model, 1, writes=[(Sampler.namespace, sampler, record)])
+    assert api.get(f"samplers/{sampler}").status_code == 200
+    with connect(api.services.settings.redis.url) as client:
+        lifecycle = RedisLifecycle(client, EngineSettings(ephemeral_s=0.001))
+        assert lifecycle.end_unused_samplers([sampler], copies=False) == 1
+    assert api.post("save_weights_for_sampler", body).json == saved
+    assert api.get(f"samplers/{sampler}").status_code == 404
+    asked = {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 1, "sampling_params": {"max_tokens": 1}}
+    late = api.post("asample", {**asked, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}})
+    assert (late.status_code, late.json["detail"]) == (404, f"sampler '{sampler}' does not exist")
 
 
 EXPORTS: dict[str, tuple[dict[str, str], dict[str, str], bool]] = {

@@ -8,7 +8,7 @@ import pytest
 
 from app.errors import SetupError
 from app.settings.files import load
-from app.settings.workers import SPECULATION, SamplerSettings
+from app.settings.workers import SPECULATION, BaseModelSettings, SamplerSettings
 
 
 @pytest.mark.parametrize("section", ["sampler", "full_sampler"])
@@ -26,3 +26,11 @@ def test_speculative_decoding_is_refused_by_the_argument_that_turns_it_on(tmp_pa
 def test_other_engine_arguments_and_those_that_turn_it_off_are_passed_on():
     args = {"seed": 1, "spec_tokens": 0, "speculative_config": {}}
     assert SamplerSettings(engine_args=args).engine_args == args
+
+
+def test_the_id_that_others_find_a_base_model_under_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    for path in (str(tmp_path / "weights"), "weights", "~/weights", "/not/on/this/machine"):
+        assert BaseModelSettings(name="org/base:peft:262144", path=path).hub_id == "org/base", path
+    assert BaseModelSettings(name="org/alias", path="org/base").hub_id == "org/base", "others cannot load the alias"

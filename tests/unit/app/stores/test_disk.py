@@ -57,7 +57,7 @@ def test_a_snapshot_waits_for_room_on_its_disk(tmp_path: Path):
 def test_a_copy_counts_only_with_the_bytes_that_are_not_on_the_disk_yet(monkeypatch: pytest.MonkeyPatch):
     free = 50
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
-    copies = TemporaryCopies("archives", 10)
+    copies = TemporaryCopies(10)
     with copies.folder(20) as first:
         with pytest.raises(Unavailable, match="MiB to be written"), copies.folder(21):
             pass

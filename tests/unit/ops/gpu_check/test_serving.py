@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from app.settings import BaseModelSettings
-from ops.bench import sampling, side
+from ops.bench import bare_vllm, sampling, side
 from ops.bench.bare_sampler import requests
 from ops.bench.report import Outcome
 from ops.gpu_check import serving, shapes
+from tests.models import tiny_qwen3
 
 
 @pytest.mark.parametrize(("gpu", "tokens"), [(True, 1024), (False, 64)])
@@ -81,3 +82,14 @@ def test_a_stack_has_a_short_context_and_the_rank_of_its_adapters(
     serving.main("handover", "8B", str(tmp_path / "model"), str(tmp_path / "data"))
     assert calls == ["8B", "freed", (True, str(tmp_path / "model"), 4096, 32)]
     assert json.loads(capsys.readouterr().out) == {"rounds": 1, "goals": []}
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [(True, {"bfloat16"}), (False, {"float32", "bfloat16"})])
+def test_vllm_itself_has_the_context_and_the_dtype_that_the_sampler_chooses(
+    gpu: bool, dtype: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = serving._base(str(tiny_qwen3(tmp_path, max_position_embeddings=8192)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    found = bare_vllm.arguments(base)
+    assert base.dtype == "auto" and found["dtype"] in dtype
+    assert (found["max_model_len"], found["max_lora_rank"]) == (4096, 32)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +58,24 @@ def test_a_suite_without_its_packages_is_left_out_by_their_name(tmp_path: Path) 
     assert run(Suite([str(tmp_path)], ["pytest", "no_such_package"]), tmp_path, DEADLINE_S) == {
         "left out": "needs no_such_package"
     }
+
+
+def test_a_test_that_is_skipped_has_its_reason_in_the_report(tmp_path: Path) -> None:
+    test = 'def test_a(): pytest.importorskip("no_such_package", reason="needs no_such_package")'
+    found = run(suite(tmp_path, "import pytest", test, "def test_b(): ..."), tmp_path, DEADLINE_S)
+    assert (found["ok"], found["skipped"], found["skipped because"]) == (True, 1, ["needs no_such_package"])
+
+
+def test_the_suite_of_kernels_needs_no_package_of_the_other_parts() -> None:
+    """It is the one that runs on a machine where nothing can be installed."""
+    others = {"liger_kernel", *suites.SERVED["sampling"]}.union(*(one.needs for one in SUITES.values()))
+    without = f"import sys, pytest; sys.modules |= dict.fromkeys({sorted(others - {*SUITES['gpu'].needs})})"
+    command = f"{without}; sys.exit(pytest.main({['--collect-only', '-q', *SUITES['gpu'].tests]}))"
+    plain = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the plugins of other packages
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, env={**os.environ, **plain}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "test_gpus.py" in done.stdout, done.stdout[-2000:]
 
 
 def test_a_suite_for_more_gpus_than_there_are_is_left_out_with_both_numbers(

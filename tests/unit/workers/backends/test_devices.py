@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace as Some
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -100,3 +101,46 @@ def test_trainers_and_samplers_check_the_gpus_first(
     monkeypatch.setattr(devices.check_gpus, "__defaults__", (driver,))
     with pytest.raises(SetupError, match="too old"):
         start()
+
+
+class OnGpu(torch.Tensor):
+    """Stands in for a tensor on a GPU that has no memory left for a cast, nor its host for pinned copies."""
+
+    is_cpu = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, casts: bool, pins: bool) -> OnGpu:
+        found = tensor.as_subclass(cls)
+        found.casts, found.pins = casts, pins
+        return found
+
+    def detach(self) -> OnGpu:
+        return self
+
+    def to(self, *target: Any, non_blocking: bool = False, **options: Any) -> torch.Tensor:
+        if target[0] not in ("cpu", self.dtype) and not self.casts:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if non_blocking and not self.pins:
+            raise torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
+        found = self.as_subclass(torch.Tensor).to(*target, **options)
+        return found if target[0] == "cpu" else OnGpu.of(found, casts=self.casts, pins=self.pins)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("casts", "pins"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_copy_needs_no_memory_but_its_own_and_has_the_same_bits(casts: bool, pins: bool, dtype: torch.dtype) -> None:
+    """A save would else break a trainer whose GPU is full."""
+    weights = torch.randn(100)
+    found = devices.copied({"w": OnGpu.of(weights, casts=casts, pins=pins)}, pinned=True, dtype=dtype)["w"]
+    assert type(found) is torch.Tensor and found.dtype == dtype
+    assert torch.equal(found, weights.to(dtype)) and found.data_ptr() != weights.data_ptr()
+
+
+def test_a_copy_that_fails_for_another_reason_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*_: Any, **__: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(OnGpu, "to", Mock(side_effect=lose))
+    with pytest.raises(torch.AcceleratorError, match="illegal"):
+        devices.copied({"w": OnGpu.of(torch.randn(3), casts=True, pins=True)})
+    assert OnGpu.to.call_count == 1  # type: ignore[attr-defined]

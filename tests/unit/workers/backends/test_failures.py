@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from workers.backends import failures
-from workers.backends.failures import StallDetector, ran_out_of_memory
+from workers.backends.failures import StallDetector, lost_device, ran_out_of_memory
 
 
 @pytest.fixture
@@ -44,6 +44,7 @@ def test_calls_that_overlap_stand_still_since_any_of_them_moved(clock: list[floa
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA`"),
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
@@ -55,5 +56,12 @@ def test_a_failed_allocation_is_known_whichever_library_made_it(error: Exception
     assert ran_out_of_memory(error)
 
 
-def test_another_error_is_no_failed_allocation():
-    assert not ran_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+@pytest.mark.parametrize("kind", [RuntimeError, torch.AcceleratorError])
+def test_another_error_is_no_failed_allocation(kind: type[RuntimeError]):
+    assert not ran_out_of_memory(kind("CUDA error: an illegal memory access was encountered"))
+
+
+def test_a_device_is_lost_by_its_own_error_unless_an_allocation_failed():
+    assert lost_device(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+    assert not lost_device(torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"))
+    assert not lost_device(RuntimeError("CUDA error: an illegal memory access was encountered"))

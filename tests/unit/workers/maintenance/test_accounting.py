@@ -13,7 +13,7 @@ from app.errors import Unavailable
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.pages import Fields, LedgerPage, PageFiles
-from app.stores.redis.pages import RedisPages, UsageLedger
+from app.stores.redis.pages import Ledgers, RedisPages
 from app.stores.redis.records import RedisRecords, dump
 from tests.pages import age, in_mid_hour, listed, used
 from workers.maintenance.accounting import Accounting
@@ -41,7 +41,7 @@ class Installation:
 
     def __post_init__(self) -> None:
         self.records, self.pages = RedisRecords(self.client), RedisPages(self.client, EngineSettings())
-        self.ledger = UsageLedger(self.pages, self.files)
+        self.ledgers = Ledgers(self.pages, self.files)
 
     def task(self) -> Accounting:
         """The task, as a new process has it."""
@@ -50,7 +50,7 @@ class Installation:
     def entries(self) -> dict[int, set[str]]:
         """All readable entries, by hour."""
         now = int(self.records.now() // 3600)
-        found = self.ledger.read("audit", ["me"], range(now - 100, now + 1))
+        found = self.ledgers.read("audit", ["me"], range(now - 100, now + 1))
         return {page.hour: set(fields) for page, fields in found.items()}
 
 

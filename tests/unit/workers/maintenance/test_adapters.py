@@ -14,6 +14,7 @@ from app.domain.limits import Limits, Payer
 from app.domain.records import Model, Sampler, ShmTransfer
 from app.domain.results import Result
 from app.errors import NotFound, Unavailable
+from app.services.teardown import Teardown
 from app.settings import EngineSettings, Settings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
@@ -125,6 +126,48 @@ def test_a_client_of_an_adapter_that_was_given_up_learns_what_to_do(installation
     assert installation.client.zscore(keys.PENDING, f"{samplers[0]}:0") is None
 
 
+def age(installation: Installation, sampler_id: str) -> None:
+    """The adapter was given up a little more than a day ago."""
+    name = keys.record(Sampler.namespace, sampler_id)
+    installation.client.hset(name, "given_up", str(int(installation.records.now() - 86_401) * 1000))
+
+
+def test_a_day_after_its_adapter_a_sampling_session_is_removed_and_leaves_nothing(installation: Installation):
+    samplers = [installation.save(number) for number in range(4)]
+    installation.round()
+    installation.round()
+    assert [sampler_id for sampler_id, _ in installation.records.list(Sampler.namespace)] == samplers
+    age(installation, samplers[0])
+    assert list(installation.client.scan_iter(f"*{samplers[0]}*"))
+    installation.round()
+    assert not list(installation.client.scan_iter(f"*{samplers[0]}*"))
+    assert [sampler_id for sampler_id, _ in installation.records.list(Sampler.namespace)] == samplers[1:]
+    assert installation.client.zscore(keys.index(Sampler.namespace), samplers[0]) is None
+    with pytest.raises(NotFound, match="session:sample:0' does not exist"):
+        installation.sample(samplers[0])
+    with pytest.raises(NotFound, match="session:sample:0' does not exist"):
+        installation.records.join(samplers[0])
+    with pytest.raises(NotFound, match="session:sample:1' were deleted"):
+        installation.sample(samplers[1])
+
+
+@pytest.mark.parametrize("use", ["joined", "inflight", "unfinished"])
+def test_the_sampling_session_of_a_deleted_adapter_stays_while_it_is_used(installation: Installation, use: str):
+    samplers = [installation.save(number, inflight=use == "inflight") for number in range(4)]
+    installation.round()
+    if use == "joined":
+        installation.records.join(samplers[0])
+    elif use == "unfinished":  # an API process of an earlier version admitted it
+        name = keys.record(Sampler.namespace, samplers[0])
+        installation.client.hdel(name, "given_up")
+        installation.sample(samplers[0])
+        installation.client.delete(keys.PREFIX + "samplers_used")
+    age(installation, samplers[0])
+    installation.round(PATIENT if use == "joined" else HASTY)
+    assert installation.records.get(Sampler.namespace, samplers[0])
+    assert use != "inflight" or installation.sample(samplers[0])
+
+
 @pytest.mark.parametrize("use", ["saved", "sampled", "joined"])
 def test_what_was_used_within_the_time_stays(installation: Installation, use: str):
     samplers = [installation.save(number) for number in range(5)]
@@ -234,6 +277,22 @@ def test_the_files_of_a_round_that_broke_off_are_orphans(installation: Installat
     assert len(installation.stored()) == 4
     sweep_orphans(installation)
     assert installation.stored() == {installation.prefix(number) for number in (2, 3)}
+
+
+def test_the_files_of_a_round_that_broke_off_are_orphans_also_after_their_run_was_deleted(
+    installation: Installation, monkeypatch
+):
+    """The teardown takes the files of a given-up adapter for gone."""
+    for number in range(4):
+        installation.save(number)
+    with monkeypatch.context() as broken:
+        broken.setattr(adapters, "remove_checkpoint", lambda *_: None)
+        installation.round()
+    lifecycle = RedisLifecycle(installation.client, HASTY)
+    Teardown(lifecycle, installation.records, installation.store, lambda _: None).end(RUN)
+    assert installation.stored() == {installation.prefix(number) for number in (0, 1)}
+    sweep_orphans(installation)
+    assert installation.stored() == set()
 
 
 def test_adapters_count_as_stored_for_their_project_and_key_until_they_go(installation: Installation):

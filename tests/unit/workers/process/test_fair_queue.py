@@ -55,9 +55,10 @@ def test_a_project_served_alone_owes_newcomers_one_op_at_most():
 
 def test_what_was_charged_too_much_is_refunded():
     fair_queue = FairQueue()
-    for name in ("a", "b"):
-        serve(fair_queue, name, cost=100.0)
-    fair_queue.charge("a", -90.0)
+    fair_queue.begin("a")
+    fair_queue.reserve("a", 100.0)
+    serve(fair_queue, "b", cost=100.0)
+    fair_queue.settle("a", 100.0, 10.0)
     assert [serve(fair_queue, "a", "b", cost=10.0) for _ in range(9)] == ["a"] * 9
 
 
@@ -86,10 +87,10 @@ def test_only_projects_ahead_of_the_virtual_time_are_kept():
 def test_a_refund_to_a_waiting_project_is_not_lost_though_others_went_on():
     fair_queue = FairQueue()
     fair_queue.enter("back")
-    fair_queue.charge("back", 100.0)
+    fair_queue.reserve("back", 100.0)
     fair_queue.charge("other", 100.0)
     fair_queue.begin("other")
-    fair_queue.charge("back", -90.0)
+    fair_queue.settle("back", 100.0, 10.0)
     assert fair_queue.virtual_time("back") == 10.0
     fair_queue.leave("back")
     assert fair_queue.virtual_time("back") == fair_queue.virtual_time("new"), (

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.errors import ServerOpError
-from workers.backends.failures import StallDetector, ran_out_of_memory
+from workers.backends.failures import StallDetector, lost_device, ran_out_of_memory
 from workers.backends.sampling.shares import Demand, grant, surplus
 from workers.backends.sampling.transformers.batch import RunningBatch, fits, prefill
 from workers.backends.sampling.transformers.jobs import Job, Row
@@ -196,9 +196,9 @@ class Engine:
         """Starts jobs in one pass. If it fails, each runs alone, so that the failing prompt fails no other."""
         try:
             begun = self._begin(starting)
-        except torch.AcceleratorError:  # the device is lost, not the request
-            raise
         except Exception as error:
+            if lost_device(error):  # not the request's fault
+                raise
             if len(starting) == 1:
                 self._fail_or_put_back(starting[0][0], error)
                 return
@@ -258,8 +258,6 @@ class Engine:
         """Runs `work`. Returns False, and keeps no tensor of it, when memory is too small."""
         try:
             work(*args)
-        except torch.AcceleratorError:  # the device is lost
-            raise
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise

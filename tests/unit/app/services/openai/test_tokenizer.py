@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from app.errors import BadRequest
+from app.errors import BadRequest, Unavailable
 from app.services.base_models import BaseModels
 from app.services.openai.tokenizer import BaseTokenizer, Tokenizers, read
 from tests.tokenizers import PLAIN, WITH_TOOLS, byte_tokenizer
@@ -169,3 +169,18 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(BadRequest, match="cannot be read"):
         read(str(tmp_path))
+
+
+def test_a_hub_that_goes_away_between_two_files_is_no_damaged_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    byte_tokenizer(tmp_path)
+
+    def download(_: str, name: str) -> str:
+        if name != "tokenizer.json":
+            raise ConnectionError
+        return str(tmp_path / name)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(Unavailable, match="cannot be fetched"):
+        read("org/on-the-hub")

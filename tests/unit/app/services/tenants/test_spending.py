@@ -15,7 +15,7 @@ from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.pages import LedgerPage, PageFiles, StorageUse
 from app.stores.redis import keys
-from app.stores.redis.pages import RedisPages, UsageLedger
+from app.stores.redis.pages import Ledgers, RedisPages
 from app.stores.redis.records import RedisRecords
 from tests.pages import in_mid_hour
 
@@ -24,7 +24,7 @@ from tests.pages import in_mid_hour
 class Books:
     """A ledger in this month. `past` are two other hours of the month than the present one."""
 
-    ledger: UsageLedger
+    ledgers: Ledgers
     now: float
     past: list[int] = field(init=False)
 
@@ -44,20 +44,20 @@ class Books:
         """Stores a page with amounts of the session "s" and of its run "r"."""
         fields = {f"{kind} s base": amount for kind, amount in amounts.items()}
         of_run = {f"run {kind} r base": amount for kind, amount in amounts.items()}
-        self.ledger.files.add(LedgerPage("usage", project, hour), {**fields, **of_run, "session s": '{"user": ""}'})
+        self.ledgers.files.add(LedgerPage("usage", project, hour), {**fields, **of_run, "session s": '{"user": ""}'})
 
     def measure(self, hour: int, byte_seconds: int) -> None:
         """Counts storage at the state server."""
         self.now += 1
         use = [StorageUse("me", "base", hour, byte_seconds)]
-        assert self.ledger.pages.measure(self.ledger.pages.measured(), self.now, use)
+        assert self.ledgers.pages.measure(self.ledgers.pages.measured(), self.now, use)
 
     def refill(self) -> int:
-        return spending.refill(self.ledger, self.today)
+        return spending.refill(self.ledgers, self.today)
 
     def used(self, project: str = "me") -> dict[str, float]:
         return {
-            kind: amount for (kind, base), amount in self.ledger.pages.this_month(project).items() if base == "base"
+            kind: amount for (kind, base), amount in self.ledgers.pages.this_month(project).items() if base == "base"
         }
 
 
@@ -65,7 +65,7 @@ class Books:
 def books(client: redis.Redis, tmp_path: Path) -> Books:
     in_mid_hour()
     files = PageFiles(FolderStore(tmp_path, "", ""))
-    return Books(UsageLedger(RedisPages(client, EngineSettings()), files), RedisRecords(client).now())
+    return Books(Ledgers(RedisPages(client, EngineSettings()), files), RedisRecords(client).now())
 
 
 def test_a_lost_month_is_the_sum_of_its_pages_of_each_project_and_a_repeat_changes_nothing(books: Books):

@@ -1,4 +1,4 @@
-"""Snapshot of the queue: the position of each model's journal, and the samples in order of arrival."""
+"""Snapshot of the queue: the position of each model's journal, and the samples in their order."""
 
 from __future__ import annotations
 

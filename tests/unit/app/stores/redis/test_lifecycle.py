@@ -267,6 +267,18 @@ def test_a_sampler_is_not_retired_once_its_session_lives_again(client, lifecycle
     assert not hasty(client).end_sampler(SAMPLER), "there is none any more"
 
 
+def test_of_many_samplers_those_of_a_session_that_lives_stay(client, lifecycle, stored):
+    other = "session2:sample:0"
+    stored.put_new(Sampler.namespace, other, dump(Sampler("me", "session2", "base", 0.0)))
+    lifecycle.heartbeat("session2")
+    lifecycle.finish(SESSION, "success")
+    time.sleep(0.01)
+    hasty(client).end_samplers([SAMPLER, "none", other], retired=True)
+    assert [sampler for sampler, _ in stored.list(Sampler.namespace)] == [other]
+    lifecycle.end_samplers([other], retired=False)
+    assert list(stored.list(Sampler.namespace)) == []
+
+
 def test_a_retired_session_is_forgotten_with_its_record_but_not_once_it_lives_again(client, lifecycle, oplog, stored):
     lifecycle.finish(SESSION, "success")
     assert not lifecycle.forget(SESSION), "too early"

@@ -151,6 +151,7 @@ WRITES: dict[str, Callable[[redis.Redis, RedisOpLog], object]] = {
     "delete_same": lambda client, log: _records(client).delete_same("samplers", SAMPLER, {}),
     "end_model": lambda client, log: _lifecycle(client).end_model(MODEL),
     "end_sampler": lambda client, log: _lifecycle(client).end_sampler(SAMPLER),
+    "end_samplers": lambda client, log: _lifecycle(client).end_samplers([SAMPLER], retired=False),
     "end_unused_samplers": lambda client, log: _lifecycle(client).end_unused_samplers([SAMPLER]),
     "finish": lambda client, log: _lifecycle(client).finish("s", "done"),
     "forget": lambda client, log: _lifecycle(client).forget("s"),

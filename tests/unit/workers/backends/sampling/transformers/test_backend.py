@@ -136,15 +136,30 @@ def test_nobody_overtakes_a_prompt_for_which_memory_is_too_small_unless_it_ends(
     assert (POISON in beside) is not cancelled
 
 
-def test_a_prompt_for_which_memory_is_too_small_alone_fails(sampler):
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("CUDA error: out of memory\nSearch for it")],
+    ids=["allocator", "driver"],
+)
+def test_a_prompt_for_which_memory_is_too_small_alone_fails(sampler, error):
     def run_out(input_ids: torch.Tensor) -> None:
         if input_ids.shape[1] > 1 and (input_ids == POISON).any():
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
 
     on_forward(sampler, run_out)
-    with pytest.raises(ServerOpError, match="CUDA out of memory"):
+    with pytest.raises(ServerOpError, match="out of memory"):
         sampler.sample(None, ask(1, POISON))
     assert len(sampler.sample(None, ask(1, 2)).sequences[0].tokens) == 6
+
+
+def test_a_device_that_is_lost_in_a_prompt_stops_the_engine(sampler):
+    def lose(_input_ids: torch.Tensor) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    on_forward(sampler, lose)
+    with pytest.raises(ServerOpError, match=r"stopped.*illegal memory access"):
+        sampler.sample(None, ask(1, 2))
+    assert not sampler.healthy()
 
 
 def test_each_layer_of_a_long_step_shows_that_the_engine_goes_on(sampler, monkeypatch):

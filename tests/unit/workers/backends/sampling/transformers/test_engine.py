@@ -31,14 +31,15 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 class Shortage:
     """Stands in for a device without memory. Counts what it refuses."""
 
-    def __init__(self, runs_out: Callable[..., bool]) -> None:
+    def __init__(self, runs_out: Callable[..., bool], error: Exception | None = None) -> None:
         self.refused = 0
         self._runs_out = runs_out
+        self._error = error or torch.OutOfMemoryError("CUDA out of memory")
 
     def check(self, *args: Any) -> None:
         if self._runs_out(*args):
             self.refused += 1
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise self._error
 
     def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `function` with a check of its arguments before it."""
@@ -102,8 +103,9 @@ def test_fewer_rows_decode_together_when_memory_is_too_small_for_all(bench, rows
     assert_runs_as_alone(bench, shortage, lambda: on_decode(bench, shortage))
 
 
-def test_a_step_without_memory_is_repeated(bench):
-    shortage = Shortage(once(lambda count: count == ROWS))
+@pytest.mark.parametrize("error", [None, torch.AcceleratorError("CUDA error: out of memory\nSearch for it")])
+def test_a_step_without_memory_is_repeated(bench, error):
+    shortage = Shortage(once(lambda count: count == ROWS), error)
     assert_runs_as_alone(bench, shortage, lambda: on_decode(bench, shortage))
     assert shortage.refused == 1
 
