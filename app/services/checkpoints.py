@@ -19,13 +19,13 @@ from app.domain.records import Checkpoint, Model, Session
 from app.errors import BadRequest, NotFound
 from app.services.tenants import audit
 from app.services.tenants.access import (
-    ListedCheckpoint,
     Sources,
     find_public,
     first_wanted,
-    list_checkpoints,
+    list_fields,
     load_checkpoint,
     load_owned,
+    page_of_checkpoints,
 )
 from app.services.tenants.limits import QuotaService
 from app.services.training import check_ttl
@@ -37,6 +37,7 @@ from app.stores.objects.notes import end_checkpoint, note
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import Pins, RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump
+from app.stores.redis.types import Record
 
 URL_SECONDS = 3600
 
@@ -56,8 +57,7 @@ class CheckpointService:
 
     def list_all(self, caller: Caller, page: Page) -> dict[str, Any]:
         """Checkpoints of all runs in the projects where the caller may work, newest first."""
-        found = list_checkpoints(self._records, projects(caller, "owned"))
-        shown, cursor = page.of(found)
+        shown, cursor = page_of_checkpoints(self._records, projects(caller, "owned"), page)
         return {"checkpoints": [checkpoint_view(path, one) for path, one in shown], "cursor": cursor}
 
     def describe_weights(self, path: ids.TinkerPath, caller: Caller) -> dict[str, Any]:
@@ -135,30 +135,30 @@ class CheckpointSearch:
     def __call__(self, caller: Caller, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The body of checkpoints/search. Raises NotFound for a project that the caller does not see."""
         within = searched(caller, asked["owner"], asked["project_ids"])
-        fitting = [one for one in list_checkpoints(self._records, within) if _fits(one, asked)]
-        fitting.sort(key=_position, reverse=True)
-        found = first_wanted(self._records, caller, asked["owner"], fitting, asked["limit"] + 1)
+        listed = list_fields(self._records, within, "created", "kind", "base_model", "user_metadata").items()
+        places = [(*_position(path, float(fields["created"])), path) for path, fields in listed if _fits(fields, asked)]
+        cursor = asked["cursor"] and (asked["cursor"]["last_created_at"], asked["cursor"]["last_checkpoint_uuid"])
+        paths = [path for *place, path in sorted(places, reverse=True) if cursor is None or tuple(place) < cursor]
+        found = first_wanted(self._records, caller, asked["owner"], within, paths, asked["limit"] + 1)
         shown = found[: asked["limit"]]
         answer: dict[str, Any] = {"checkpoints": [checkpoint_view(path, one) for path, one in shown]}
         if len(found) > len(shown):
-            created, uuid = _position(shown[-1])
+            created, uuid = _position(shown[-1][0], shown[-1][1].created)
             answer["next_cursor"] = {"last_created_at": created.isoformat(), "last_checkpoint_uuid": uuid}
         return answer
 
 
-def _fits(one: ListedCheckpoint, asked: Mapping[str, Any]) -> bool:
-    """True for a checkpoint behind the cursor that fits in all but its owner."""
-    found, cursor = one[1], asked["cursor"]
+def _fits(fields: Record, asked: Mapping[str, Any]) -> bool:
+    """True for a checkpoint with these fields that fits in all but its owner and its place."""
     return (
-        (cursor is None or _position(one) < (cursor["last_created_at"], cursor["last_checkpoint_uuid"]))
-        and asked["user_metadata"].items() <= found.user_metadata.items()
-        and asked["checkpoint_type"] in (None, CHECKPOINT_TYPES[found.kind])
-        and (asked["base_models"] is None or found.base_model in asked["base_models"])
+        asked["checkpoint_type"] in (None, CHECKPOINT_TYPES[json.loads(fields["kind"])])
+        and (asked["base_models"] is None or json.loads(fields["base_model"]) in asked["base_models"])
+        and asked["user_metadata"].items() <= json.loads(fields.get("user_metadata", "{}")).items()
     )
 
 
-def _position(one: ListedCheckpoint) -> tuple[datetime, str]:
-    return datetime.fromtimestamp(one[1].created, UTC), ids.checkpoint_uuid(one[0])
+def _position(path: str, created: float) -> tuple[datetime, str]:
+    return datetime.fromtimestamp(created, UTC), ids.checkpoint_uuid(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,11 +176,11 @@ class RunService:
         try:
             stored = read_run(self._records, model_id, caller)
         except NotFound:
-            public = [] if scope == "owned" else self._checkpoints(model_id, caller)
+            public = [] if scope == "owned" else self._checkpoints(model_id, caller, newest=True)
             if not public:
                 raise
             return _published_view(model_id, public)
-        return {**_state(model_id, stored), **_saved(self._checkpoints(model_id, caller))}
+        return {**_state(model_id, stored), **_saved(self._checkpoints(model_id, caller, newest=True))}
 
     def describe_state(self, model_id: str, caller: Caller) -> dict[str, Any]:
         """The TrainingRun of a run that the caller sees, without its checkpoints: a page that is loaded every few
@@ -190,7 +190,8 @@ class RunService:
     def list_runs(self, caller: Caller, scope: Scope, project: str | None, page: Page) -> dict[str, Any]:
         """The runs of a project or scope, newest first. Raises NotFound for a project that the caller does not see."""
         runs, cursor = self.list_states(caller, scope, project, page)
-        checkpoints = list_run_checkpoints(self._records, [run["training_run_id"] for run in runs], caller)
+        found = [run["training_run_id"] for run in runs]
+        checkpoints = list_run_checkpoints(self._records, found, caller, newest=True)
         views = [{**run, **_saved(made)} for run, made in zip(runs, checkpoints, strict=True)]
         return {"training_runs": views, "cursor": cursor}
 
@@ -226,8 +227,8 @@ class RunService:
             load_readable(self._records, Model, model_id, caller)
         return [checkpoint_view(path, one) for path, one in found]
 
-    def _checkpoints(self, model_id: str, caller: Caller) -> list[ListedCheckpoint]:
-        (found,) = list_run_checkpoints(self._records, [model_id], caller)
+    def _checkpoints(self, model_id: str, caller: Caller, *, newest: bool = False) -> list[ListedCheckpoint]:
+        (found,) = list_run_checkpoints(self._records, [model_id], caller, newest=newest)
         return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
@@ -35,7 +35,7 @@ from app.stores.redis.backlog import RedisCalls
 from app.stores.redis.client import slices
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump, load
-from app.stores.redis.types import Call, Record
+from app.stores.redis.types import Call
 
 ListedSession = tuple[str, Session]
 """A session's id and the session."""
@@ -190,8 +190,8 @@ class SessionSearch:
     def _summaries(self, found: Sequence[ListedSession]) -> list[dict[str, Any]]:
         prefixes = [_checkpoints_of(session_id) for session_id, _ in found]
         owners = {session.owner for _, session in found}
-        stored = self._records.readable_checkpoints(prefixes, owners)
-        return [_summary(*pair, its.values()) for pair, its in zip(found, stored, strict=True)]
+        stored = self._records.size_of_checkpoints(prefixes, owners)
+        return [_summary(*pair, *its) for pair, its in zip(found, stored, strict=True)]
 
 
 def _checkpoints_of(session_id: str) -> str:
@@ -199,16 +199,15 @@ def _checkpoints_of(session_id: str) -> str:
     return f"tinker://{ids.model_prefix(session_id)}"
 
 
-def _summary(session_id: str, session: Session, checkpoints: Iterable[Record]) -> dict[str, Any]:
-    sizes = [load(Checkpoint, fields).size_bytes for fields in checkpoints]
+def _summary(session_id: str, session: Session, checkpoints: int, size: int) -> dict[str, Any]:
     return {
         "session_id": session_id,
         "created_at": timestamp(session.created),
         "owner": owner_of(session.user, session.owner),
         "project_id": session.owner,
         "status": _status(session),
-        "checkpoints_count": len(sizes),
-        "checkpoint_storage_bytes": sum(sizes),
+        "checkpoints_count": checkpoints,
+        "checkpoint_storage_bytes": size,
         "display_name": session.display_name or None,
         "user_metadata": texts(session.user_metadata),
     }

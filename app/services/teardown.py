@@ -39,7 +39,7 @@ class Teardown:
         a model again."""
         self._lifecycle.finish(session_id, reason)
         self._free(self._models(session_id))
-        self._lifecycle.abort_samples()
+        self._lifecycle.abort_samples(session_id)
 
     def unload(self, model_id: str) -> None:
         """Releases the model from its trainer's memory once its waiting Ops have run. A later Op loads it again."""
@@ -54,7 +54,7 @@ class Teardown:
             self._release(model_id, holder)
             files = self._end_samplers(self._lifecycle.adapters(model_id), retired=False)
             self._delete(_snapshots(model_id), *files)
-            self._lifecycle.abort_samples()
+            self._lifecycle.abort_samples(ids.session_of(model_id))
 
     def retire(self, session_id: str, until: float = math.inf) -> None:
         """Tears down the rest of a session that ended long ago, or of a large one a part: call it again until the

@@ -15,17 +15,18 @@ from app import ids
 from app.domain.progress import NEWEST_POINTS, described
 from app.domain.records import Model, Session
 from app.stores.redis import keys
-from app.stores.redis.records import RedisRecords, load
+from app.stores.redis.records import RedisRecords
 
 _EVERY_S = 5.0
 # Between two lines of a run that goes on.
 _PAUSE_S = 10.0
 # Of a look; with hundreds of runs the lines would say nothing.
 _MOST_LINES = 10
+# What a look reads of every run: there may be thousands, and most are idle.
+_FIELDS = ("steps", "trained_tokens", "ended", "state", "unloaded", "last_request", "copied_from")
 
 
 class _Run(NamedTuple):
-    model: Model
     steps: int
     tokens: int
 
@@ -73,7 +74,8 @@ class RunNews:
             return f" has ended{self._end_of(model_id)}"
         self._known[model_id] = _Said(run.steps, run.tokens, now)
         if before is None:
-            return f" starts{_from(run.steps)}: {_of(run.model)}"
+            model = self._records.find(Model, model_id)
+            return f" starts{_from(run.steps)}: {_of(model) if model else 'it was deleted'}"
         [progress] = self._records.progress([model_id], NEWEST_POINTS)
         return f": {described(progress, now)}"
 
@@ -81,10 +83,9 @@ class RunNews:
         """The runs in use, by id."""
         heard = {id_.decode() for id_ in cast("list[bytes]", self._redis.zrange(keys.SESSIONS_HEARD, 0, -1))}
         used = [id_ for id_ in self._records.ids(Model.namespace, "") if ids.session_of(id_) in heard]
-        found = dict(self._records.read(Model.namespace, used))
         return {
-            id_: _Run(load(Model, fields), int(fields.get("steps", 0)), int(fields.get("trained_tokens", 0)))
-            for id_, fields in found.items()
+            id_: _Run(int(fields.get("steps", 0)), int(fields.get("trained_tokens", 0)))
+            for id_, fields in self._records.read_fields(Model.namespace, used, _FIELDS)
             if fields and not _over(fields)
         }
 

@@ -3,9 +3,10 @@ into answers."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 
 from app import ids
 from app.domain.accounts import Caller
-from app.domain.records import Sampler, Session
+from app.domain.records import Checkpoint, Sampler, Session
 from app.domain.sampling import SampleRequest
 from app.errors import BadRequest, NotFound
 from app.services.admission import AdmissionService
@@ -30,7 +31,7 @@ from app.services.openai.streaming import Asked, ResultStream
 from app.services.openai.tokenizer import Tokenizers
 from app.services.polling import LongPollLimiter
 from app.services.sampling import SamplingService, check_size
-from app.services.tenants.access import check_role, list_checkpoints
+from app.services.tenants.access import check_role, list_fields, load_readable
 from app.services.tenants.limits import QuotaService
 from app.settings import LimitSettings
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -44,6 +45,8 @@ MakeForm = Callable[[ParseOptions], Form]
 
 _SCHEME = "tinker://"
 _KIND = "sampler_weights"
+_SELECTING = ("kind", "base_model", "lora")
+"""The fields of a checkpoint that decide if it can be sampled from."""
 
 
 class Answer:
@@ -97,19 +100,16 @@ class OpenAiService:
 
     def models(self, caller: Caller) -> list[dict[str, Any]]:
         """The models that a call can name as `model`."""
-        return [
-            {"id": name, "object": "model", "created": int(created), "owned_by": "tinsmith"}
-            for name, created in self._samplers.models(caller)
-        ]
+        return [_entry(name, created) for name, created in self._samplers.models(caller)]
 
     def model(self, caller: Caller, name: str) -> dict[str, Any]:
         """The entry of `models` with this name. Raises NotFound."""
-        found = next((model for model in self.models(caller) if model["id"] == name), None)
-        if found is None:
+        created = self._samplers.created(caller, name)
+        if created is None:
             raise NotFound(
                 f"there is no model {name[:200]!r} here, or no sampler for it; /models lists those there are"
             )
-        return found
+        return _entry(name, created)
 
     def complete(self, caller: Caller, asked: Mapping[str, Any], gone: Gone) -> Answer:
         """The answer of a completion. Raises NotFound, BadRequest, TooManyRequests or Unavailable; no sampler runs the
@@ -246,16 +246,35 @@ class Samplers:
         """(name, creation time) of the base models and the caller's sampler checkpoints that have a live sampler."""
         live = self._bases.live()
         found = [(name, 0.0) for name in self._bases.names() if ("sampler", name) in live]
-        theirs = list_checkpoints(self._records, caller.roles.keys())
-        for path, checkpoint in sorted(theirs, key=lambda pair: pair[0]):
-            is_sampled = (sampler_role(full=checkpoint.full), checkpoint.base_model) in live
-            if is_sampled and checkpoint.kind == _KIND:
-                found.append((path, checkpoint.created))
+        names = ("created", *_SELECTING)
+        for path, fields in sorted(list_fields(self._records, caller.roles.keys(), *names).items()):
+            if _is_sampled(*(json.loads(fields[name]) for name in _SELECTING), live=live):
+                found.append((path, json.loads(fields["created"])))
         return found
+
+    def created(self, caller: Caller, name: str) -> float | None:
+        """The creation time of the one of these `models` with this name; None if there is none."""
+        live = self._bases.live()
+        if name in self._bases.names():
+            return 0.0 if ("sampler", name) in live else None
+        try:
+            found = load_readable(self._records, Checkpoint, name, caller)
+        except NotFound:
+            return None
+        return found.created if _is_sampled(found.kind, found.base_model, found.lora, live=live) else None
 
     def keep_alive(self, caller: Caller) -> None:
         """Keeps the caller's session alive while a request runs."""
         self._lifecycle.heartbeat(ids.openai_session_id(caller.project))
+
+
+def _entry(name: str, created: float) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(created), "owned_by": "tinsmith"}
+
+
+def _is_sampled(kind: str, base_model: str, lora: Mapping[str, Any], *, live: Set[tuple[str, str]]) -> bool:
+    """True for a checkpoint with these fields to sample from, if its sampler is among the `live` ones."""
+    return kind == _KIND and (sampler_role(full=not lora), base_model) in live
 
 
 def _sampling(asked: Mapping[str, Any], most: int | None, top: int, schema: str = "") -> Sampling:

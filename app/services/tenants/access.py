@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -21,7 +22,7 @@ from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, Upload
 from app.errors import BadRequest, Forbidden, InvalidToken, NotFound, Unauthorized
 from app.ids import TinkerPath
 from app.services.tenants.accounts import AccountService, hash_secret
-from app.services.views import is_wanted, user_urn
+from app.services.views import Page, is_wanted, user_urn
 from app.settings import hash_key
 from app.stores.redis.client import slices
 from app.stores.redis.records import RedisRecords, load
@@ -43,8 +44,8 @@ _ISSUER = "tinsmith"
 _LEEWAY_S = 30
 # The SDK wants a number; these are 48 bits of the id.
 _NUMBER_DIGITS = 12
-# Checkpoints of a search whose sessions are read in one round trip.
-_SLICE = 500
+# Checkpoints of a search that are read at a time, with their sessions.
+_SLICE = 100
 
 
 def load_owned(records: RedisRecords, cls: type[Owned], key: str, caller: Caller, role: Role = "member") -> Owned:
@@ -97,14 +98,14 @@ def find_public(records: RedisRecords, path: TinkerPath) -> Checkpoint | None:
 
 
 def list_run_checkpoints(
-    records: RedisRecords, model_ids: Sequence[str], caller: Caller
+    records: RedisRecords, model_ids: Sequence[str], caller: Caller, *, newest: bool = False
 ) -> list[list[ListedCheckpoint]]:
     """For each run its checkpoints that the caller may read; of another project's run these are the public ones. Newest
-    first and without the expired ones, as in `list_checkpoints`."""
+    first and without the expired ones, as in `list_checkpoints`. With `newest` there may be only the newest of each
+    kind."""
     prefixes = [ids.checkpoint_path_prefix(model_id) for model_id in model_ids]
-    return [
-        _newest_first(records, found.items()) for found in records.readable_checkpoints(prefixes, caller.roles.keys())
-    ]
+    stored = records.readable_checkpoints(prefixes, caller.roles.keys(), newest=newest)
+    return [_newest_first(records, found.items()) for found in stored]
 
 
 def list_checkpoints(records: RedisRecords, projects: Set[str]) -> list[ListedCheckpoint]:
@@ -113,24 +114,54 @@ def list_checkpoints(records: RedisRecords, projects: Set[str]) -> list[ListedCh
     return _newest_first(records, records.list_checkpoints(projects).items())
 
 
+def list_fields(records: RedisRecords, projects: Set[str], *names: str) -> dict[str, Record]:
+    """Some fields of the checkpoints of `list_checkpoints`, by path. Thousands are listed in a tenth of the time."""
+    found = records.list_checkpoints(projects, ("expires_at", *names))
+    ends = {path: float(at) for path, fields in found.items() if (at := fields.get("expires_at", "null")) != "null"}
+    if ends:
+        now = records.now()
+        return {path: fields for path, fields in found.items() if ends.get(path, math.inf) > now}
+    return dict(found)
+
+
+def page_of_checkpoints(
+    records: RedisRecords, projects: Set[str], page: Page
+) -> tuple[list[ListedCheckpoint], dict[str, int]]:
+    """A page of `list_checkpoints`, and its cursor. Only the checkpoints on the page are read whole."""
+    created = {path: float(fields["created"]) for path, fields in list_fields(records, projects, "created").items()}
+    shown, cursor = page.of(sorted(created, key=lambda path: (-created[path], path)))
+    return _read(records, projects, shown), cursor
+
+
 def first_wanted(
-    records: RedisRecords, caller: Caller, owner: Mapping[str, Any], listed: Sequence[ListedCheckpoint], most: int
+    records: RedisRecords,
+    caller: Caller,
+    owner: Mapping[str, Any],
+    projects: Set[str],
+    paths: Sequence[str],
+    most: int,
 ) -> list[ListedCheckpoint]:
-    """The first `most` of these checkpoints that the `owner` of a search includes. Only their sessions and some of the
-    next are read, each once."""
-    if owner["type"] == "accessible":
-        return list(listed[:most])
+    """The first `most` of these checkpoints of the projects that the `owner` of a search includes. Only these and some
+    of the next are read, and of their sessions each once."""
     found: list[ListedCheckpoint] = []
     users: dict[str, str] = {}
-    for slice_ in slices(listed, _SLICE):
-        sessions = {ids.session_of(one.model_id) for _, one in slice_}
-        users |= users_of(records, sessions - users.keys())
-        for path, one in slice_:
-            if is_wanted(caller, owner, users[ids.session_of(one.model_id)], one.owner):
-                found.append((path, one))
+    for some in slices(paths, _SLICE):
+        slice_ = _read(records, projects, some)
+        if owner["type"] != "accessible":
+            sessions = {ids.session_of(one.model_id) for _, one in slice_}
+            users |= users_of(records, sessions - users.keys())
+            its = [(users[ids.session_of(one.model_id)], one.owner) for _, one in slice_]
+            slice_ = [one for one, made in zip(slice_, its, strict=True) if is_wanted(caller, owner, *made)]
+        found += slice_
         if len(found) >= most:
             break
     return found[:most]
+
+
+def _read(records: RedisRecords, projects: Set[str], paths: Sequence[str]) -> list[ListedCheckpoint]:
+    """The listed checkpoints that are still there and in the projects."""
+    found = [(path, load(Checkpoint, fields)) for path, fields in records.read(Checkpoint.namespace, paths) if fields]
+    return [(path, one) for path, one in found if one.owner in projects]
 
 
 def users_of(records: RedisRecords, sessions: Set[str]) -> dict[str, str]:

@@ -39,6 +39,8 @@ _OUTAGES = (
 # Replies that redis-py has no class for: a full disk under the append-only file, missing replicas, a slow script.
 _PASSING = ("MISCONF ", "NOREPLICAS ", "BUSY ")
 _FULL = "FULL "
+# Prefixes of an index that are read in one round trip.
+_PREFIXES = 20
 
 _RECONNECT_S = 0.2
 # A channel on which nothing was heard for this long asks the server.
@@ -125,7 +127,7 @@ class Scripts:
                 raise Unavailable(f"{str(error).removeprefix(_FULL)}; try again soon") from None
             raise
 
-    def each(self, name: str, calls: Sequence[Sequence[str]]) -> list[Any]:
+    def each(self, name: str, calls: Sequence[Sequence[bytes | str | float]]) -> list[Any]:
         """The replies of a script that only reads, once for each list of arguments, all in one round trip."""
         with self._redis.pipeline(transaction=False) as pipe:
             for argv in calls:
@@ -134,6 +136,25 @@ class Scripts:
                 return pipe.execute()
             except redis.exceptions.NoScriptError:
                 return [self(name, *argv) for argv in calls]
+
+    def by_prefix(self, name: str, prefixes: Sequence[str], most: int, more: Sequence[str]) -> Iterator[list[Any]]:
+        """For each prefix the rows of a script that reads a slice of an index, those of all slices below the prefix.
+
+        The script's ARGV are the slice's first and last id as of ZRANGEBYLEX, the most ids to read, and `more`. It
+        returns the last id of a full slice or '', and then its rows. A round trip is for several prefixes and reads
+        `most` ids of them all: the server answers other clients in between.
+        """
+        for some in slices(prefixes, _PREFIXES):
+            firsts: dict[int, bytes | str] = {i: f"[{prefix}" for i, prefix in enumerate(some)}
+            found: list[list[Any]] = [[] for _ in some]
+            while firsts:
+                share = most // len(firsts)
+                calls = [(first, b"(" + some[i].encode() + b"\xff", share, *more) for i, first in firsts.items()]
+                replies = dict(zip(firsts, self.each(name, calls), strict=True))
+                for i, (_, *rows) in replies.items():
+                    found[i] += rows
+                firsts = {i: b"(" + last for i, (last, *_) in replies.items() if last}
+            yield from found
 
     def confirmed(self, *command: str) -> Any:
         """The reply to a command that reads, once replicas have what it shows. Raises NotReplicated."""

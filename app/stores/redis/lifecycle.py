@@ -28,6 +28,8 @@ _SLICE = 1000
 _EXPIRED_AT_ONCE = 500
 # One script ends this many requests in 12 ms; all other clients of the server wait meanwhile.
 _ABORTED_AT_ONCE = 100
+# Samplers that one script looks at; it looks at all of them again for each of its slices of requests.
+_SAMPLERS_AT_ONCE = 200
 # The SDK sends a heartbeat every 10 s. A client without heartbeats polls again after at most `api.poll_hold_s`.
 PAUSE_S = 60.0
 _PAUSE_MS = int(PAUSE_S * 1000)
@@ -173,10 +175,8 @@ class RedisLifecycle:
 
     def adapters_in_use(self, session_id: str) -> set[str]:
         """The adapters, by prefix, that unfinished requests of the session's samplers run on."""
-        asked = cast(set[bytes], self._redis.smembers(keys.SAMPLERS_ASKED))
-        its = [id_ for name in asked if (id_ := name.decode()).startswith(ids.sampler_prefix(session_id))]
         in_use: set[str] = set()
-        for sampler_id in its:
+        for sampler_id in self._asked(session_id):
             requests = [name.decode() for name in cast(set[bytes], self._redis.smembers(keys.sampled(sampler_id)))]
             for slice_ in slices(requests, _SLICE):
                 with self._redis.pipeline(transaction=False) as pipe:
@@ -185,12 +185,20 @@ class RedisLifecycle:
                     in_use.update(adapter.decode() for adapter in pipe.execute() if adapter)
         return in_use
 
-    def abort_samples(self) -> int:
-        """Fails ("user") the unfinished requests of samplers that are gone or whose session has ended. Returns their
-        number."""
+    def abort_samples(self, session_id: str | None = None) -> int:
+        """Fails ("user") the unfinished requests of samplers that are gone or whose session has ended; with
+        `session_id` only those of this session's samplers. Returns their number."""
+        return sum(map(self._abort_samples, slices(self._asked(session_id), _SAMPLERS_AT_ONCE)))
+
+    def _abort_samples(self, sampler_ids: Sequence[str]) -> int:
         failed = Result.failure(SAMPLING_ENDED)
         args = (self._unread_s, failed.content_type, failed.body)
-        return _sum(lambda: self._run("abort_samples", _ABORTED_AT_ONCE, *args))
+        return _sum(lambda: self._run("abort_samples", _ABORTED_AT_ONCE, *args, *sampler_ids))
+
+    def _asked(self, session_id: str | None = None) -> list[str]:
+        """The samplers with unfinished requests, of one session or of all."""
+        asked = [id_.decode() for id_ in cast(set[bytes], self._redis.smembers(keys.SAMPLERS_ASKED))]
+        return asked if session_id is None else [id_ for id_ in asked if id_.startswith(ids.sampler_prefix(session_id))]
 
     def take_revoked(self) -> list[str]:
         """The oldest futures that ended without a result of a run: cancelled ones, and those of ended models. Each is

@@ -216,10 +216,18 @@ MUTANTS = (
     ),
     Mutant(
         "runs: the checkpoints of a few at a time",
-        "app/stores/redis/records.py",
-        "for slice_ in slices(prefixes, _PREFIXES):",
-        "for slice_ in (prefixes,):",
+        "app/stores/redis/client.py",
+        "for some in slices(prefixes, _PREFIXES):",
+        "for some in (prefixes,):",
         f"{_TRIPS}::test_a_long_list_of_runs_is_read_some_runs_at_a_time",
+    ),
+    Mutant(
+        "checkpoints: those of a run in slices",
+        "app/stores/redis/lua/records.lua",
+        "argv[1], argv[2], 'LIMIT', 0, argv[3])",
+        "argv[1], argv[2])",
+        f"{_STORES}/test_checkpoint_lists.py"
+        "::test_the_checkpoints_of_long_runs_are_read_in_slices_that_share_a_round_trip",
     ),
     Mutant(
         "checkpoints: the clock is asked for where one expires",

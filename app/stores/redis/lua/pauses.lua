@@ -1,20 +1,19 @@
 -- Pauses of the sampling requests of silent clients.
 
 -- part: is_silent
--- needs: now_ms
--- Returns true if a sampler's session had no sign of life for `least` ms, false if it had one, and nil if it has ended.
-local function is_silent(sampler, least)
+-- Returns true if a sampler's session had no sign of life after `since`, false if it had one, and nil if it has ended.
+local function is_silent(sampler, since)
   local session = redis.call('HGET', 'tinsmith:samplers:' .. sampler, 'session_id')
   local heard = session and redis.call('ZSCORE', 'tinsmith:sessions_heard', cjson.decode(session))
   if not heard then return nil end
-  return now_ms() - heard >= tonumber(least)
+  return tonumber(heard) <= since
 end
 
 -- script: pause_samples flags=allow-oom
--- needs: is_silent, leave_project, paused, place, throttled
+-- needs: is_silent, leave_project, now_ms, paused, place, throttled
 -- Pause the unfinished requests of silent sessions: they count for no node and no turn, and nobody may begin them. A
 -- worker that runs one learns it when it renews the lease. ARGV: ms of silence, most requests. Returns the number paused.
-local paused, most = 0, tonumber(ARGV[2])
+local paused, most, since = 0, tonumber(ARGV[2]), now_ms() - ARGV[1]
 
 local function pause(request, sampler)
   local queue, op = redis.call('HGET', 'tinsmith:pending_queue', request), 'tinsmith:op:' .. request
@@ -29,7 +28,7 @@ end
 
 for _, sampler in ipairs(redis.call('SMEMBERS', 'tinsmith:samplers_asked')) do
   local all, already = 'tinsmith:sampled:' .. sampler, paused_key(sampler)
-  if paused < most and is_silent(sampler, ARGV[1]) and redis.call('SCARD', all) > redis.call('SCARD', already) then
+  if paused < most and is_silent(sampler, since) and redis.call('SCARD', all) > redis.call('SCARD', already) then
     local due = redis.call('SDIFF', all, already)
     for i = 1, math.min(#due, most - paused) do
       pause(due[i], sampler)
@@ -40,10 +39,10 @@ end
 return paused
 
 -- script: resume_samples flags=allow-oom
--- needs: is_silent, leave_project, paused, throttled
+-- needs: is_silent, leave_project, now_ms, paused, throttled
 -- Throttle the paused requests of sessions that are silent no more, in the order of their admission; they are dispatched
 -- as any throttled request. ARGV: ms of silence, most requests. Returns the number resumed.
-local resumed, most = 0, tonumber(ARGV[2])
+local resumed, most, since = 0, tonumber(ARGV[2]), now_ms() - ARGV[1]
 
 local function resume(request)
   local queue = redis.call('HGET', 'tinsmith:pending_queue', request)
@@ -53,7 +52,7 @@ local function resume(request)
 end
 
 for _, sampler in ipairs(redis.call('SMEMBERS', 'tinsmith:samplers_asked')) do
-  if resumed < most and redis.call('EXISTS', paused_key(sampler)) == 1 and is_silent(sampler, ARGV[1]) == false then
+  if resumed < most and redis.call('EXISTS', paused_key(sampler)) == 1 and is_silent(sampler, since) == false then
     local due = redis.call('SINTER', paused_key(sampler), 'tinsmith:sampled:' .. sampler)
     for i = 1, math.min(#due, most - resumed) do
       resume(due[i])

@@ -195,18 +195,68 @@ if redis.call('EXISTS', key) == 0 then return 0 end
 redis.call('ZADD', 'tinsmith:samplers_used', now_ms(), ARGV[1])
 return redis.call('HINCRBY', key, 'joined', 1)
 
+-- part: readable_slice
+-- Find the checkpoints in a slice of the index that are public, or owned by one of the projects. A script passes over the
+-- others, so that they cost hardly any time: it would tell a stranger how many there are. `argv`: the slice's first and
+-- last path as of ZRANGEBYLEX, most paths to read, projects as JSON; `names`: of fields. Returns of each {path, field, ...},
+-- and the last path of a full slice or ''.
+local function readable_slice(argv, names)
+  local projects, found = {}, {}
+  for i = 4, #argv do projects[argv[i]] = true end
+  local paths = redis.call('ZRANGEBYLEX', 'tinsmith:index:checkpoints', argv[1], argv[2], 'LIMIT', 0, argv[3])
+  for _, path in ipairs(paths) do
+    local held = redis.call('HMGET', 'tinsmith:checkpoints:' .. path, 'owner', 'public', unpack(names))
+    if held[2] == 'true' or (held[1] and projects[held[1]]) then found[#found + 1] = {path, unpack(held, 3)} end
+  end
+  return found, #paths == tonumber(argv[3]) and paths[#paths] or ''
+end
+
 -- script: readable_checkpoints flags=no-writes
--- List the checkpoints below a prefix that are public, or owned by one of the projects. One call, however many others
--- there are: else the time of an answer would tell a stranger how many. ARGV: prefix, projects as JSON.
--- Returns path, its fields and values, path, ...
-local projects, found = {}, {}
-for i = 2, #ARGV do projects[ARGV[i]] = true end
-for _, path in ipairs(redis.call('ZRANGEBYLEX', 'tinsmith:index:checkpoints', '[' .. ARGV[1], '(' .. ARGV[1] .. '\255')) do
-  local key = 'tinsmith:checkpoints:' .. path
-  local held = redis.call('HMGET', key, 'owner', 'public')
-  if held[2] == 'true' or (held[1] and projects[held[1]]) then
-    found[#found + 1] = path
-    found[#found + 1] = redis.call('HGETALL', key)
+-- needs: readable_slice
+-- Read a slice's readable checkpoints. ARGV: as readable_slice. Returns the last path of a full slice or '', then path, its
+-- fields and values, path, ...
+local readable, last = readable_slice(ARGV, {})
+local found = {last}
+for _, one in ipairs(readable) do
+  found[#found + 1] = one[1]
+  found[#found + 1] = redis.call('HGETALL', 'tinsmith:checkpoints:' .. one[1])
+end
+return found
+
+-- script: newest_checkpoints flags=no-writes
+-- needs: now_ms, readable_slice
+-- Read the newest of a slice's readable checkpoints of each kind, without the expired ones. ARGV: as readable_slice.
+-- Returns the same as readable_checkpoints.
+local readable, last = readable_slice(ARGV, {'kind', 'created', 'expires_at'})
+local newest, now = {}, now_ms() / 1000
+for _, one in ipairs(readable) do
+  local path, kind, created, expires_at = one[1], one[2], tonumber(one[3]), tonumber(one[4])
+  local is_newer = not newest[kind] or created > newest[kind].created
+  if is_newer and not (expires_at and expires_at <= now) then newest[kind] = {path = path, created = created} end
+end
+local found = {last}
+for _, one in pairs(newest) do
+  found[#found + 1] = one.path
+  found[#found + 1] = redis.call('HGETALL', 'tinsmith:checkpoints:' .. one.path)
+end
+return found
+
+-- script: size_of_checkpoints flags=no-writes
+-- needs: readable_slice
+-- Count a slice's readable checkpoints and their bytes. ARGV: as readable_slice. Returns the last path of a full slice or
+-- '', their number, their bytes.
+local readable, last = readable_slice(ARGV, {'size_bytes'})
+local size = 0
+for _, one in ipairs(readable) do size = size + one[2] end
+return {last, #readable, string.format('%.0f', size)}
+
+-- script: read_fields flags=no-writes
+-- Read some fields of records. ARGV: namespace, number of the fields, their names, ids. Returns the values of each id in
+-- turn, false for a missing one.
+local names, found = {unpack(ARGV, 3, 2 + ARGV[2])}, {}
+for i = 3 + ARGV[2], #ARGV do
+  for _, value in ipairs(redis.call('HMGET', 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[i], unpack(names))) do
+    found[#found + 1] = value
   end
 end
 return found

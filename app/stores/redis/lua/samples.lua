@@ -263,8 +263,9 @@ return abort_sample(ARGV[1], ARGV[2], ARGV[3], ARGV[4]) and 1 or 0
 
 -- script: abort_samples flags=allow-oom
 -- needs: abort_sample
--- End the unfinished requests of samplers that no longer exist, or whose session has ended and has not been reopened.
--- ARGV: most requests, seconds to keep, type and body of their result. Returns the number of requests ended.
+-- End the unfinished requests of those samplers that no longer exist, or whose session has ended and has not been
+-- reopened. ARGV: most requests, seconds to keep, type and body of their result, sampler ids. Returns the number of
+-- requests ended.
 local ended, most = 0, tonumber(ARGV[1])
 
 local function is_over(sampler)
@@ -272,9 +273,9 @@ local function is_over(sampler)
   return not session or redis.call('ZSCORE', 'tinsmith:sessions_ended', cjson.decode(session))
 end
 
-for _, sampler in ipairs(redis.call('SMEMBERS', 'tinsmith:samplers_asked')) do
-  if ended < most and is_over(sampler) then
-    for _, request in ipairs(redis.call('SRANDMEMBER', 'tinsmith:sampled:' .. sampler, most - ended)) do
+for i = 5, #ARGV do
+  if ended < most and is_over(ARGV[i]) then
+    for _, request in ipairs(redis.call('SRANDMEMBER', 'tinsmith:sampled:' .. ARGV[i], most - ended)) do
       if abort_sample(request, ARGV[2], ARGV[3], ARGV[4]) then ended = ended + 1 end
     end
   end

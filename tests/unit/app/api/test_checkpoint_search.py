@@ -149,6 +149,26 @@ def test_a_search_by_owner_reads_many_sessions_at_once_and_no_more_than_its_page
     assert reads == [91, 91, 0], "who sees all needs no session"
 
 
+def test_a_search_reads_few_whole_records_and_passes_over_one_that_is_deleted_meanwhile(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "_SLICE", 2)
+    records, reads = api.services.records, list[str]()
+    paths = [save_checkpoint(api, api.model(), created=9.0 - n) for n in range(9)]
+    read = type(records).read
+
+    def read_late(self: Any, namespace: str, ids: Any) -> Any:
+        records.delete("checkpoints", paths[1])
+        reads.extend(ids if namespace == "checkpoints" else [])
+        return read(self, namespace, ids)
+
+    monkeypatch.setattr(type(records), "read", read_late)
+    answer = api.post("checkpoints/search", {"limit": 2}).json
+    assert [one["tinker_path"] for one in answer["checkpoints"]] == [paths[0], paths[2]]
+    assert "next_cursor" in answer, "more follow"
+    assert reads == paths[:4]
+
+
 def test_only_the_checkpoints_of_the_searched_projects_are_read(
     api: Api, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,9 +14,8 @@ from werkzeug.test import TestResponse
 
 from app import ids
 from app.domain.records import Checkpoint
-from app.stores.redis import records
 from app.stores.redis.client import connect
-from app.stores.redis.records import dump
+from app.stores.redis.records import RedisRecords, dump
 from tests.unit.app.conftest import BASE, Api, batch
 from tests.unit.app.tenant import Tenant
 
@@ -29,7 +28,7 @@ READS: dict[str, tuple[int, Read]] = {
     "run": (2, lambda api, run: api.get(f"training_runs/{run}")),
     "runs": (3, lambda api, _: api.get("training_runs")),
     "checkpoints of a run": (1, lambda api, run: api.get(f"training_runs/{run}/checkpoints")),
-    "checkpoints": (2, lambda api, _: api.get("checkpoints")),
+    "checkpoints": (3, lambda api, _: api.get("checkpoints")),
     "a finished future": (3, lambda api, run: api.post("retrieve_future", {"request_id": ids.request_id(run, 0)})),
     "the queue": (9, lambda api, _: api.get("queue")),
     "a search of sessions": (3, lambda api, _: api.post("sessions/search", {})),
@@ -111,7 +110,7 @@ def test_a_key_of_an_account_costs_one_more(api: Api, tenant: Tenant) -> None:
 
 
 def test_a_long_list_of_runs_is_read_some_runs_at_a_time(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_PREFIXES", 2)
+    monkeypatch.setattr("app.stores.redis.client._PREFIXES", 2)
     session = api.session()
     runs = [api.model(session, model_seq_id=number) for number in range(5)]
     saved = {run: save(api, run, "last") for run in runs}
@@ -131,11 +130,38 @@ def test_runs_are_listed_also_by_a_server_that_has_forgotten_its_scripts(api: Ap
     assert listed["last_checkpoint"]["tinker_path"] == saved
 
 
+def test_of_a_list_of_checkpoints_only_those_on_the_page_are_read_whole(api: Api, state_url: str) -> None:
+    run, now = api.model(), api.services.records.now()
+    saved = [save(api, run, f"{number}", now + 60 * number - 30) for number in range(6)]
+    with connect(state_url) as client:
+        client.config_resetstat()
+        listed = api.get("checkpoints?offset=1&limit=2").json
+        assert client.info("commandstats")["cmdstat_hgetall"]["calls"] == 2
+    assert [one["tinker_path"] for one in listed["checkpoints"]] == saved[2:4], "the first one has expired"
+    assert listed["cursor"] == {"offset": 1, "limit": 2, "total_count": 5}
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_listed_is_not_shown(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = api.model()
+    gone, kept = save(api, run, "gone"), save(api, run, "kept")
+    read = RedisRecords.read
+
+    def read_late(self: RedisRecords, *asked: Any) -> Any:
+        self.delete(Checkpoint.namespace, gone)
+        return read(self, *asked)
+
+    monkeypatch.setattr(RedisRecords, "read", read_late)
+    assert [one["tinker_path"] for one in api.get("checkpoints").json["checkpoints"]] == [kept]
+
+
 def test_the_clock_is_asked_for_once_where_a_checkpoint_expires(api: Api) -> None:
     run = api.model()
     kept, now = save(api, run, "kept"), api.services.records.now()
     save(api, run, "gone", now - 1)
     later = save(api, run, "later", now + 3600)
+    api.get(f"training_runs/{run}/checkpoints")
     with round_trips() as sent:
         found = api.get(f"training_runs/{run}/checkpoints").json["checkpoints"]
     assert {one["tinker_path"] for one in found} == {kept, later}

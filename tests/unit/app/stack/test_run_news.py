@@ -136,6 +136,15 @@ def test_what_did_not_fit_comes_with_the_next_look(records, client, news):
     assert told == {f"8e7b807b:{number}" for number in range(12)} and len(second) == 2
 
 
+def test_a_look_reads_no_run_whole_that_has_no_news(records, client, news):
+    for number in range(3):
+        run(records, client, number)
+    news()
+    client.config_resetstat()
+    assert news() == []
+    assert "cmdstat_hgetall" not in client.info("commandstats")
+
+
 def test_an_outage_is_no_end_of_the_news(records, client, monkeypatch):
     monkeypatch.setattr(run_news, "_EVERY_S", 0.0)
     stopping, looks = threading.Event(), []

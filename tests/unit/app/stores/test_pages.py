@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import uuid
+import zlib
 from pathlib import Path
 
 import pytest
@@ -47,11 +50,12 @@ def test_a_page_that_is_closed_later_is_found(store: Reads) -> None:
 
 
 def test_the_pages_in_memory_take_a_bounded_number_of_bytes(store: Reads) -> None:
-    page_bytes = len(store.read("usage/me/2023-11-14/22.json"))
-    files = PageFiles(store, cached_bytes=10 * page_bytes)
+    newest = range(HOURS.stop - 10, HOURS.stop)
+    pages = PageFiles(store).find("usage", "me", newest).values()
+    packed = [zlib.compress(json.dumps(fields).encode(), 1) for fields in pages]
+    files = PageFiles(store, cached_bytes=sum(map(len, packed)))
     files.find("usage", "me", HOURS)
     store.keys.clear()
-    newest = range(HOURS.stop - 10, HOURS.stop)
     files.find("usage", "me", newest)
     assert store.keys == []
     files.find("usage", "me", newest[:1])
@@ -61,6 +65,20 @@ def test_the_pages_in_memory_take_a_bounded_number_of_bytes(store: Reads) -> Non
     assert len(store.keys) == 1, "it was used after the others"
     files.find("usage", "me", newest[1:2])
     assert len(store.keys) == 2, "the one that was not used for the longest time was given up"
+
+
+def test_pages_are_kept_compressed_so_that_a_report_of_many_finds_them_in_memory(store: Reads) -> None:
+    sessions = [str(uuid.uuid4()) for _ in range(50)]
+    fields = {
+        f"{kind} {session} base": "123456" for session in sessions for kind in ("training", "sampling", "prefill")
+    }
+    pages = [LedgerPage("usage", "many", hour) for hour in HOURS[:20]]
+    files = PageFiles(store, cached_bytes=20 * len(json.dumps(fields)) // 3)
+    for page in pages:
+        files.add(page, fields)
+    for _ in range(2):
+        assert files.find("usage", "many", HOURS) == dict.fromkeys(pages, fields)
+    assert len(store.keys) == len(pages)
 
 
 def test_a_page_larger_than_the_memory_for_pages_is_read_each_time(store: Reads) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import redis
 
 from app.domain.records import Checkpoint, Session
 from app.settings import EngineSettings
+from app.stores.redis import records
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Record
@@ -156,3 +158,44 @@ def test_of_a_run_the_public_checkpoints_and_those_of_the_projects_are_found_in_
     ]
     assert [found.keys() for found in stored.readable_checkpoints(run, set())] == [{public}]
     assert list(stored.readable_checkpoints(["tinker://never:train:0/"], {"me"})) == [{}]
+
+
+def test_the_checkpoints_of_long_runs_are_read_in_slices_that_share_a_round_trip(
+    client: redis.Redis, stored: RedisRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many checkpoints in one script would keep the server from other clients for long."""
+    monkeypatch.setattr(records, "_SLICE", 4)
+    runs = {f"tinker://s{run}:train:0/": {path(f"s{run}", name) for name in range(5 * run)} for run in range(3)}
+    for name in sorted(name for names in runs.values() for name in names):
+        stored.put("checkpoints", name, fields())
+    others = [path("s2", f"{name}theirs") for name in range(9)]
+    for name in others:
+        stored.put("checkpoints", name, fields("other"))
+    assert list(stored.size_of_checkpoints(list(runs), {"me"})) == [(0, 0), (5, 50), (10, 100)]
+    assert len(list(stored.readable_checkpoints(list(runs), {"me"}))) == 3, "the server knows the script"
+    client.config_resetstat()
+    assert [found.keys() for found in stored.readable_checkpoints(list(runs), {"me"})] == list(runs.values())
+    read = client.info("commandstats")
+    assert read["cmdstat_hmget"]["calls"] == 5 + 10 + 9
+    assert read["cmdstat_evalsha"]["calls"] >= (5 + 10 + 9) / 4, "no script reads more than a slice"
+
+
+def test_of_a_long_run_only_the_newest_of_each_kind_that_can_be_read_are_read_whole(
+    client: redis.Redis, stored: RedisRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_SLICE", 10)
+    now = stored.now()
+    for name in range(25):
+        kind = ("weights", "sampler_weights")[name % 2]
+        made = Checkpoint("me", "s0:train:0", kind, "base", "models/x", float(100 - name), 10, {}, [])
+        made = replace(made, expires_at={0: now - 1, 1: now + 60}.get(name), owner="other" if name == 2 else "me")
+        stored.put("checkpoints", f"tinker://s0:train:0/{kind}/{name:03}", dump(made))
+    run, newest = ["tinker://s0:train:0/"], lambda kind, name: f"tinker://s0:train:0/{kind}/{name:03}"
+    client.config_resetstat()
+    (found,) = stored.readable_checkpoints(run, {"me"}, newest=True)
+    assert client.info("commandstats")["cmdstat_hgetall"]["calls"] == len(found) <= 2 * 3, "two kinds, three slices"
+    (every,) = stored.readable_checkpoints(run, {"me"})
+    assert found.items() <= every.items()
+    assert {newest("weights", 4), newest("sampler_weights", 1)} <= found.keys()
+    assert newest("weights", 0) not in found, "it has expired"
+    assert newest("weights", 2) not in found, "it is another project's"

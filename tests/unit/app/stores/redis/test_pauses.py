@@ -66,6 +66,15 @@ def test_samples_of_a_silent_session_count_nowhere_and_nobody_begins_them(sample
     assert all(row.throttled for row in samples.pending()), "the redispatch task dispatches none of them"
 
 
+def test_the_clock_is_read_once_for_all_samplers(samples, lifecycle, client):
+    for project in ("dead", "live"):
+        admit(samples, project, 0)
+        fall_silent(client, project, PAUSE_S - 5)
+    client.config_resetstat()
+    assert lifecycle.pause_samples() == 0
+    assert client.info("commandstats")["cmdstat_time"]["calls"] == 1
+
+
 def test_the_samples_of_others_are_not_paused(samples, lifecycle, client):
     dead, live = admit(samples, "dead", 0), admit(samples, "live", 0)
     fall_silent(client, "dead")

@@ -17,6 +17,7 @@ from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import QueueBounds
 from tests.servers import MAX_MEMORY
+from tests.unit.app.stores.redis.lists import calls
 
 SESSION = "session"
 SAMPLER, OTHER = f"{SESSION}:sample:0", "session2:sample:0"
@@ -174,6 +175,36 @@ def test_the_end_of_a_session_cancels_what_it_samples_and_nothing_else(client, s
     assert samples.outcome(done) == OK
     assert [waiting.id for waiting in samples.pending()] == [other]
     assert lifecycle.abort_samples() == 0
+
+
+def test_the_end_of_a_session_looks_at_no_sampler_of_another(client, samples, lifecycle):
+    admit(samples, 0)
+    lifecycle.abort_samples(SESSION)
+
+    def cost() -> int:
+        before = calls(client)
+        assert lifecycle.abort_samples(SESSION) == 0
+        return calls(client) - before
+
+    alone = cost()
+    for number in range(50):
+        sampler = f"session2:sample:{number}"
+        RedisRecords(client).put_new(Sampler.namespace, sampler, dump(Sampler("me", "session2", "base", 0.0)))
+        admit(samples, 0, sampler=sampler)
+    assert cost() == alone
+    for session in (SESSION, "session2"):
+        lifecycle.finish(session, "success")
+    assert lifecycle.abort_samples(SESSION) == 1
+    assert lifecycle.abort_samples() == 50
+
+
+def test_many_samplers_are_looked_at_in_slices(client, samples, lifecycle, monkeypatch):
+    monkeypatch.setattr("app.stores.redis.lifecycle._SAMPLERS_AT_ONCE", 1)
+    monkeypatch.setattr("app.stores.redis.lifecycle._ABORTED_AT_ONCE", 2)
+    mine = [admit(samples, seq, sampler=sampler) for sampler in (SAMPLER, OTHER) for seq in range(5)]
+    for session in (SESSION, "session2"):
+        lifecycle.finish(session, "success")
+    assert sorted(published(client, lifecycle.abort_samples)) == sorted(mine)
 
 
 def test_a_sample_that_ended_without_a_result_is_reported_once(samples, lifecycle):

@@ -126,7 +126,7 @@ def test_every_part_is_needed():
 
 def test_every_script_is_called_and_every_called_script_is_there():
     modules = [Path(str(item)).read_text() for item in _FOLDER.iterdir() if item.name.endswith(".py")]
-    called = re.findall(r"(?:self\._run(?:\.each)?|scripts\.alone)\(\s*\"(\w+)\"", "\n".join(modules))
+    called = re.findall(r"(?:self\._run(?:\.each|\.by_prefix)?|scripts\.alone)\(\s*\"(\w+)\"", "\n".join(modules))
     rule = 'call each script in app/stores/redis/*.py as self._run("name", ...), or its text: scripts.alone("name")'
     assert set(called) == set(_LIBRARY.scripts), rule
 

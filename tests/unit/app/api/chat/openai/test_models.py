@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from urllib.parse import quote
 
+import pytest
 from werkzeug.test import TestResponse
 
 from app import ids
@@ -14,7 +15,7 @@ from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import load
+from app.stores.redis.records import RedisRecords, load
 from tests.unit.app.api.chat.openai.caller import OAI, OpenAi
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import BASE, OTHER_KEY
@@ -88,6 +89,26 @@ def test_each_listed_model_is_retrieved_and_no_other(openai: OpenAi):
         assert model in answer.json["error"]["message"]
     openai.api.services.records.delete("workers", "sampler-0")
     assert retrieved(openai, BASE).status_code == 404
+
+
+def test_to_retrieve_a_model_reads_no_list_of_checkpoints(openai: OpenAi, monkeypatch: pytest.MonkeyPatch):
+    run = openai.api.model()
+    path, trained = save_checkpoint(openai.api, run, "sampler_weights"), save_checkpoint(openai.api, run)
+    monkeypatch.setattr(RedisRecords, "list_checkpoints", lambda *_: pytest.fail("the checkpoints were listed"))
+    assert [retrieved(openai, model).status_code for model in (BASE, path, trained)] == [200, 200, 404]
+
+
+def test_models_are_listed_without_reading_their_checkpoints_whole(openai: OpenAi, state_url: str):
+    def whole_records() -> int:
+        with connect(state_url) as client:
+            client.config_resetstat()
+            openai.models()
+            return int(client.info("commandstats")["cmdstat_hgetall"]["calls"])
+
+    before = whole_records()
+    paths = [save_checkpoint(openai.api, openai.api.model(), "sampler_weights") for _ in range(3)]
+    assert whole_records() == before
+    assert openai.models() == [BASE, *sorted(paths)]
 
 
 def test_all_calls_of_an_owner_are_in_one_session_that_they_keep_alive(openai: OpenAi):
