@@ -61,11 +61,12 @@ class UploadService:
         most = sum(sizes.values())
         upload_id, now = ids.upload_id(project, caller.key_id, key), self.records.now()
         upload = Upload(project, base, asdict(lora), now, most, expires_at=now + RESERVED_S)
+        expires = time.time() + URL_SECONDS  # the URLs stop a moment later
         urls = {
             name: self.objects.presign_put(uploaded(upload_id, name), URL_SECONDS, size) for name, size in sizes.items()
         }
         self.quotas.reserve(caller, project, path_of(upload_id), most, (upload_id, upload))
-        return {"upload_id": upload_id, "urls": urls, "expires": timestamp(time.time() + URL_SECONDS)}
+        return {"upload_id": upload_id, "urls": urls, "expires": timestamp(expires)}
 
     def finish(self, caller: Caller, upload_id: str) -> str:
         """Checks the files, makes them a checkpoint, and returns its path; a repeat returns the same path. Raises
