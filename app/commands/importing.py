@@ -86,7 +86,7 @@ class _Import:
         check_lora(lora, base.max_rank, self._bases.info(trainer_role(full=False), base.name))
         with tempfile.TemporaryDirectory(prefix="tinsmith-import-") as temporary:
             config = Path(temporary) / CONFIG_FILE
-            config.write_bytes(peft_files.config_of(lora, base.hub_id, shapes))
+            config.write_bytes(peft_files.config_of(lora, base.name, shapes))
             files = {name: folder / name for name in FILES} | {CONFIG_FILE: config}
             return self._add(lora, files)
 

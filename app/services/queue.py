@@ -44,13 +44,15 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """Caches the newest value of `take` for all threads, so that one value serves all calls within a moment."""
+    """Caches the newest value of `take` for all threads, so that one value serves all calls within a moment. `failed`:
+    the newest call of `take` raised, so the value is older."""
 
     def __init__(self, take: Callable[[], T]) -> None:
         self._take = take
         self._lock = threading.Lock()
         self._taken_at = float("-inf")
         self._newest: T | None = None
+        self.failed = False
 
     def newest(self, age_s: float, *, waits: bool = True) -> T | None:
         """A value at most about `age_s` old; None while none ever succeeded. Without `waits`, it is the one before
@@ -59,10 +61,16 @@ class Recent(Generic[T]):
             return self._newest
         try:
             if time.monotonic() - self._taken_at > age_s:
-                # The time is set first, so that in an outage only one caller per interval waits for the failure,
-                # instead of all callers one after another.
-                self._taken_at = time.monotonic()
-                self._newest = self._take()
+                try:
+                    self._newest = self._take()
+                except Exception:
+                    self.failed = True
+                    raise
+                finally:
+                    # In an outage too, so that only one caller per interval waits for the failure, instead of all
+                    # callers one after another. A failure may take longer than the interval.
+                    self._taken_at = time.monotonic()
+                self.failed = False
             return self._newest
         finally:
             self._lock.release()
@@ -115,7 +123,7 @@ class QueueService:
     def metrics(self) -> QueueMetrics:
         """The values of the queues' metrics, at most about a second old. Raises Unavailable."""
         found = self._recent_metrics.newest(_METRICS_AGE_S)
-        if found is None:
+        if found is None or self._recent_metrics.failed:
             raise Unavailable(STATE_SERVER_AWAY)
         return found
 

@@ -211,8 +211,8 @@ class BaseModelSettings(Section):
     @property
     def hub_id(self) -> str:
         """The model's id on the Hugging Face Hub. For a local folder it comes from the name, as in the SDK."""
-        folder = Path(self.path).expanduser()
-        return ids.hub_id(self.name) if folder.is_absolute() or folder.is_dir() else self.path
+        is_folder = self.path.startswith(("/", ".", "~")) or Path(self.path).is_dir()
+        return ids.hub_id(self.name) if is_folder else self.path
 
     @property
     def workers(self) -> dict[str, TrainerSettings | SamplerSettings]:

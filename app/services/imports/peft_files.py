@@ -56,7 +56,7 @@ def read(folder: Path, shapes: Shapes, limits: LimitSettings) -> LoraSpec:
     return LoraSpec(rank, attn, mlp, unembed, alpha=float(alpha))
 
 
-def config_of(spec: LoraSpec, base_model_name: str, shapes: Shapes) -> bytes:
+def config_of(spec: LoraSpec, base_model: str, shapes: Shapes) -> bytes:
     """The configuration of such an adapter as the server keeps it: it names every module in full.
 
     Beside experts, PEFT adapts MLPs as tensors too: named as modules, it takes them for experts of an older layout.
@@ -67,7 +67,7 @@ def config_of(spec: LoraSpec, base_model_name: str, shapes: Shapes) -> bytes:
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model_name,
+        "base_model_name_or_path": base_model,
         "r": spec.rank,
         "lora_alpha": spec.alpha,
         "lora_dropout": 0.0,

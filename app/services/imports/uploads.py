@@ -92,8 +92,7 @@ class UploadService:
             shapes = self.bases.adapter_shapes(upload.base_model)
             found = peft_files.read(Path(temporary), shapes, self.limits)
             _check_asked(found, LoraSpec(**upload.lora), [group for group, paths in shapes.items() if paths])
-            base_model_name = self.bases.settings(upload.base_model).hub_id
-            files[CONFIG_FILE].write_bytes(peft_files.config_of(found, base_model_name, shapes))
+            files[CONFIG_FILE].write_bytes(peft_files.config_of(found, upload.base_model, shapes))
             self.importer.add(caller, upload.owner, upload_id, upload.base_model, found, files)
         self.records.update(Upload.namespace, upload_id, {"finished": json.dumps(True)})
         self.objects.delete(uploaded(upload_id, name) for name in FILES)

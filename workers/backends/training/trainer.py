@@ -94,7 +94,6 @@ class Trainer(ABC):
         if not self._broken:
             with self._guarded():
                 self._engine.ranks.send(encode_call("close", model_id))
-                devices.free_pinned()
 
     def free_memory(self) -> None:
         if not self._broken:
@@ -144,7 +143,6 @@ class Trainer(ABC):
                         self._export(model_id)
                 case ("close", model_id):
                     self._forget(model_id)
-                    devices.free_pinned()
                 case ("free_memory",):
                     self._free_memory()
                 case _:

@@ -7,6 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.domain.records import Worker
+from app.errors import Unavailable
 from app.stores.redis.backlog import RedisBacklog
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
@@ -147,6 +148,21 @@ def test_within_a_moment_the_metrics_read_what_waits_only_once(api: Api, monkeyp
     monkeypatch.setattr("app.services.queue._METRICS_AGE_S", -1.0)
     assert backlog_and_depth() == (1, 1)
     assert reads == dict.fromkeys(once, 2)
+
+
+def test_while_the_state_server_is_away_no_older_metrics_are_shown(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An autoscaler would act on them."""
+    assert api.client.get("/metrics").status_code == 200
+
+    def away(*_: object, **__: object) -> None:
+        raise Unavailable("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RedisOpLog, "pending", away)
+        assert api.client.get("/metrics").status_code == 503
+        patch.setattr("app.services.queue._METRICS_AGE_S", 3600.0)
+        assert api.client.get("/metrics").status_code == 503
+    assert api.client.get("/metrics").status_code == 200
 
 
 def test_the_metrics_have_base_models_and_roles_for_labels_and_no_more(api: Api) -> None:

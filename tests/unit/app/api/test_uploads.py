@@ -92,8 +92,7 @@ def test_the_tensors_are_kept_as_they_were_and_the_configuration_as_the_server_w
     path = imported(api)
     assert stored(api, path)[TENSORS_FILE] == FILES[TENSORS_FILE]
     config = json.loads(stored(api, path)[CONFIG_FILE])
-    assert (config["lora_alpha"], config["target_modules"]) == (8, sorted(ALL))
-    assert config["base_model_name_or_path"] == "org/tiny-weights", "the base model's hub id, and not its name here"
+    assert (config["lora_alpha"], config["base_model_name_or_path"], config["target_modules"]) == (8, BASE, sorted(ALL))
     prefix = api.services.records.get("checkpoints", path)["prefix"].strip('"')
     manifest = Manifest.from_json(api.services.objects.read(f"{prefix}/manifest.json"))
     assert (manifest.path, manifest.base_model, manifest.lora) == (

@@ -31,6 +31,6 @@ def test_other_engine_arguments_and_those_that_turn_it_off_are_passed_on():
 def test_the_id_that_others_find_a_base_model_under_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "weights").mkdir()
-    for path in (str(tmp_path / "weights"), "weights", "~/weights", "/not/on/this/machine"):
+    for path in (str(tmp_path / "weights"), "weights", "~nobody/weights", "/not/on/this/machine", "./not/here"):
         assert BaseModelSettings(name="org/base:peft:262144", path=path).hub_id == "org/base", path
     assert BaseModelSettings(name="org/alias", path="org/base").hub_id == "org/base", "others cannot load the alias"

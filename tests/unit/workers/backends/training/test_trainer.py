@@ -35,7 +35,7 @@ def fail(patch: pytest.MonkeyPatch, owner: object, name: str, error: Exception) 
     def failing(*_: object, **__: object) -> None:
         raise error
 
-    patch.setattr(owner, name, failing, raising=False)  # a CPU build of torch has no cache of pinned memory
+    patch.setattr(owner, name, failing)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), DRIVER], ids=["allocator", "driver"])
@@ -67,7 +67,7 @@ def test_a_device_without_memory_is_not_lost_wherever_it_is_noticed(
     assert backend.healthy() is healthy
 
 
-def test_pinned_memory_is_freed_for_other_processes_with_the_gpus_and_with_a_model(
+def test_pinned_memory_is_freed_for_other_processes_with_the_gpus(
     backend: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch keeps it for its own later tensors: 39 GB after one datum of 131,072 tokens of an 8B model."""
@@ -77,17 +77,3 @@ def test_pinned_memory_is_freed_for_other_processes_with_the_gpus_and_with_a_mod
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: freed.append("host"), raising=False)
     backend.free_memory()
     assert freed == ["device", "host"]
-    backend.close("m")
-    assert freed == ["device", "host", "host"]
-
-
-def test_a_broken_trainer_leaves_its_device_alone_when_a_model_ends(
-    backend: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fail(monkeypatch, HiddenStates, "_run", LOST)
-    with pytest.raises(torch.AcceleratorError):
-        apply(backend, "m", GOOD)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    fail(monkeypatch, torch._C, "_host_emptyCache", LOST)
-    backend.close("m")
-    backend.free_memory()
