@@ -52,9 +52,10 @@ def test_a_model_that_cannot_be_is_refused(service: tinker.ServiceClient, argume
         service.create_lora_training_client(**{"base_model": BASE, **arguments}).result()
 
 
-def test_a_bad_step_is_refused(training: tinker.TrainingClient):
-    with pytest.raises(tinker.BadRequestError, match="learning_rate"):
-        training.optim_step(types.AdamParams(learning_rate=-1.0)).result()
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
+def test_a_bad_step_is_refused(training: tinker.TrainingClient, rate: float):
+    with pytest.raises((tinker.BadRequestError, tinker.UnprocessableEntityError), match="learning_rate"):
+        training.optim_step(types.AdamParams(learning_rate=rate)).result()
     assert train(training, 1)
 
 
