@@ -184,7 +184,8 @@ def _with_hosted_names(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def of_json(body: Mapping[str, Any]) -> Result:
-    return Result(json.dumps(body).encode())
+    """Raises ValueError for a number that is not finite: the SDK does not read it in JSON."""
+    return Result(json.dumps(body, allow_nan=False).encode())
 
 
 def of_error(error: OpError) -> Result:

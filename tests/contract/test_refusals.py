@@ -43,6 +43,17 @@ def test_an_infinite_ratio_fails_the_future_by_datum_and_changes_nothing(trainin
     assert train(training, 2)[1] < before.metrics["loss:sum"], "the run goes on"
 
 
+def test_a_step_whose_weights_overflow_fails_its_future_and_changes_nothing(training: tinker.TrainingClient):
+    train(training, 1)
+    before = training.forward(supervised(), "cross_entropy").result()
+    training.forward_backward(supervised(), "cross_entropy")
+    with pytest.raises(tinker.RequestFailedError, match=r"learning_rate 1e\+20; no step was taken"):
+        training.optim_step(types.AdamParams(learning_rate=1e20)).result()
+    after = training.forward(supervised(), "cross_entropy").result()
+    assert before.metrics["loss:sum"] == after.metrics["loss:sum"]
+    assert train(training, 2)[1] < before.metrics["loss:sum"], "the run goes on"
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [({"rank": -1}, "rank"), ({"rank": 4096}, "4096"), ({"rank": 8, "base_model": "no/such-model"}, BASE)],
