@@ -21,7 +21,8 @@
     │       └── NewerContent    503  only a newer version of Tinsmith can read it; a process of that version does
     ├── OpError                 found only by running an Op, and answered as a failed future
     │   ├── UserOpError         category "user": the Op's content is at fault
-    │   │   └── NoMemory        it does not fit on the trainer's devices
+    │   │   ├── NoMemory        it does not fit on the trainer's devices
+    │   │   └── WeightsOverflow a step made weights that are not finite; discard the state
     │   └── ServerOpError       category "server": the server is at fault
     ├── Fenced                  another worker owns the model now; discard the state
     ├── TriedOften              too many workers died while they ran a sampling request; it is not started again
@@ -174,6 +175,11 @@ class UserOpError(OpError):
 class NoMemory(UserOpError):
     """Memory ran out, though the model had the trainer's devices to itself. In a restore this says nothing about the
     model or its files."""
+
+
+class WeightsOverflow(UserOpError):
+    """An optim_step made weights that are not finite. The trainer's state of the model is spoiled: once the failure is
+    committed, it must be discarded, and the journal restores the model as it was before."""
 
 
 class ServerOpError(OpError):

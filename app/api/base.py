@@ -280,9 +280,18 @@ def _settings() -> Settings:
     return found
 
 
+class SdkFloat(fields.Float):
+    """A number for which no SDK sends null on purpose. The SDK writes NaN and infinity as null, so null is an error:
+    the default in its place would give another result."""
+
+    default_error_messages = {  # noqa: RUF012 (marshmallow declares it for instances)
+        "null": "Is null, which is how the SDK sends NaN or infinity; send a finite number."
+    }
+
+
 class SdkSchema(Schema):
     """A body that the SDK sends or reads. Newer SDKs add fields, so unknown fields are dropped. Older SDKs, to 0.6 at
-    least, send null for a field that newer ones leave out. So null means left out unless it has its own meaning."""
+    least, send null for a field that newer ones leave out. So null means left out, but not where a field reads it."""
 
     class Meta:
         unknown = EXCLUDE
@@ -291,10 +300,11 @@ class SdkSchema(Schema):
     def _leave_out_null(self, given: Any, **_: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
-        return {name: value for name, value in given.items() if value is not None or self._takes_null(name)}
+        return {name: value for name, value in given.items() if value is not None or self._reads_null(name)}
 
-    def _takes_null(self, name: str) -> bool:
-        return name in self.fields and self.fields[name].allow_none
+    def _reads_null(self, name: str) -> bool:
+        field = self.fields.get(name)
+        return field is not None and (field.allow_none or isinstance(field, SdkFloat))
 
 
 class FirstWrong(fields.List[Any]):
@@ -388,10 +398,3 @@ class Cursor(SdkSchema):
     offset = fields.Integer()
     limit = fields.Integer()
     total_count = fields.Integer()
-
-
-class SearchOwner(SdkSchema):
-    """The owners in a search: the caller, all that the caller sees, or the named users and projects of these."""
-
-    type = fields.String(load_default="own", validate=validate.OneOf(("own", "accessible", "user")))
-    owner_urns = fields.List(fields.String(), load_default=list, validate=validate.Length(max=10))

@@ -19,7 +19,6 @@ from app.api.base import (
     Paged,
     Scoped,
     SdkSchema,
-    SearchOwner,
     access_token,
     current_caller,
     idempotency_key,
@@ -211,6 +210,13 @@ class CheckpointCursor(SdkSchema):
 class NextCheckpoint(SdkSchema):
     last_created_at = fields.String()
     last_checkpoint_uuid = fields.String()
+
+
+class SearchOwner(SdkSchema):
+    """The owners in a search: the caller, all that the caller sees, or the named users and projects of these."""
+
+    type = fields.String(load_default="own", validate=validate.OneOf(("own", "accessible", "user")))
+    owner_urns = fields.List(fields.String(), load_default=list, validate=validate.Length(max=10))
 
 
 class SearchCheckpoints(SdkSchema):

@@ -11,7 +11,6 @@ from app.api.base import (
     Paged,
     Scoped,
     SdkSchema,
-    SearchOwner,
     current_caller,
     idempotency_key,
     identifier,
@@ -22,7 +21,7 @@ from app.api.base import (
     services,
 )
 from app.api.base import blueprint as make
-from app.api.checkpoints import SignedUrl
+from app.api.checkpoints import SearchOwner, SignedUrl
 from app.api.examples import CREATE_SESSION
 from app.services.views import Page
 

@@ -18,6 +18,7 @@ from marshmallow import ValidationError, fields, validate, validates_schema
 from werkzeug.exceptions import HTTPException
 
 from app.api.base import (
+    SdkFloat,
     SdkSchema,
     access_token,
     at_most,
@@ -133,12 +134,12 @@ def forward() -> dict[str, str]:
 class Adam(Hyperparameters):
     """The AdamW parameters of optim_step. forward_backward is protobuf and is in app/wire."""
 
-    learning_rate = fields.Float(load_default=_ADAM_DEFAULTS.learning_rate)
-    beta1 = fields.Float(load_default=_ADAM_DEFAULTS.beta1)
-    beta2 = fields.Float(load_default=_ADAM_DEFAULTS.beta2)
-    eps = fields.Float(load_default=_ADAM_DEFAULTS.eps)
-    weight_decay = fields.Float(load_default=_ADAM_DEFAULTS.weight_decay)
-    grad_clip_norm = fields.Float(load_default=_ADAM_DEFAULTS.grad_clip_norm)
+    learning_rate = SdkFloat(load_default=_ADAM_DEFAULTS.learning_rate)
+    beta1 = SdkFloat(load_default=_ADAM_DEFAULTS.beta1)
+    beta2 = SdkFloat(load_default=_ADAM_DEFAULTS.beta2)
+    eps = SdkFloat(load_default=_ADAM_DEFAULTS.eps)
+    weight_decay = SdkFloat(load_default=_ADAM_DEFAULTS.weight_decay)
+    grad_clip_norm = SdkFloat(load_default=_ADAM_DEFAULTS.grad_clip_norm)
 
 
 class OptimStep(SdkSchema):

@@ -182,12 +182,13 @@ class QueueState:
 class Position:
     """The queue position of one call. `before`: number of calls that run first. `starts_in_s`: seconds until its start
     at the workers' current service time; None while that is unknown. `missing`: the seq of the same model that must
-    arrive first."""
+    arrive first. A `paused` sample waits for its client, behind all others."""
 
     before: int
     starts_in_s: float | None
     running: bool = False
     missing: int | None = None
+    paused: bool = False
 
 
 ACTIVE = QueueState("active")
@@ -303,11 +304,13 @@ class QueuePositions:
         self._lines = {line.model_id: line for line in found.models}
         self._lanes: dict[tuple[str, str], _Lane] = {}
         self._samples: dict[str, tuple[str, str, int]] = {}
+        self._paused = {sample.request_id: sample.queue for sample in found.samples if sample.paused}
         self._sampled: dict[str, Counter[str]] = defaultdict(Counter)
         for sample in found.samples:
-            of_queue = self._sampled[sample.queue]
-            self._samples[sample.request_id] = sample.queue, sample.owner, of_queue[sample.owner]
-            of_queue[sample.owner] += 1
+            if not sample.paused:
+                of_queue = self._sampled[sample.queue]
+                self._samples[sample.request_id] = sample.queue, sample.owner, of_queue[sample.owner]
+                of_queue[sample.owner] += 1
         self._sequences = found.sequences
         self._pools: dict[str, _WorkerPool] = {}
 
@@ -315,6 +318,8 @@ class QueuePositions:
         """The position of a call; None if the call was not waiting then, or is beyond the counted part of the queue."""
         if request_id in self._samples:
             return self._of_sample(*self._samples[request_id])
+        if request_id in self._paused:
+            return Position(self._sampled[self._paused[request_id]].total(), None, paused=True)
         line = self._lines.get(ids.parent_of(request_id))
         return self._of_model(line, ids.seq_of(request_id) - line.applied - 1) if line else None
 
@@ -381,6 +386,8 @@ def describe(position: Position) -> str:
         return "it runs now"
     if position.missing is not None:
         return f"seq {position.missing} of its model has not arrived yet and must run first"
+    if position.paused:
+        return "its client is silent; it waits for the client's next heartbeat, poll or call"
     if not position.before or position.starts_in_s == 0:
         return "it runs now, or starts next"
     known = "" if position.starts_in_s is None else f", for about {_duration(position.starts_in_s)}"

@@ -2,8 +2,9 @@
 sampling result.
 
 The polls of SDKs up to 0.17 do not accept protobuf, so they get stored results as JSON (`translate`). Each poll
-computes the JSON again, from bytes that never change. A float32 is written as the same number in full digits. A float32
-that is not finite is written as Python's json writes it, because all of these SDKs read it with Python's json.
+computes the JSON again, from bytes that never change. A float32 is written as the same number in full digits. JSON has
+no number that is not finite. Such a metric is left out. Such a logprob is written as Python's json writes it, because
+its place counts, and all of these SDKs read it with Python's json.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from itertools import groupby, pairwise
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import numpy as np
@@ -184,7 +185,8 @@ def _with_hosted_names(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def of_json(body: Mapping[str, Any]) -> Result:
-    return Result(json.dumps(body).encode())
+    """Raises ValueError for a number that is not finite: the SDK does not read it in JSON."""
+    return Result(json.dumps(body, allow_nan=False).encode())
 
 
 def of_error(error: OpError) -> Result:
@@ -202,7 +204,7 @@ def _json_forward_backward(body: bytes) -> dict[str, Any]:
     return {
         "loss_fn_output_type": message.loss_fn_output_type,
         "loss_fn_outputs": [datum for record in message.loss_fn_outputs for datum in _json_datums(record)],
-        "metrics": dict(message.metrics),
+        "metrics": {name: value for name, value in message.metrics.items() if isfinite(value)},
     }
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from app.domain.ops import DropGradients, ForwardBackward, LoraSpec, OptimStep
 from app.domain.results import CriticOutput, Done, ForwardBackwardOutput
-from app.errors import ServerOpError, UserOpError
+from app.errors import ServerOpError, UserOpError, WeightsOverflow
 from tests.conformance.trainers import (
     GOOD,
     OTHER,
@@ -285,6 +285,23 @@ def test_steps_together_have_the_bits_of_steps_alone(
     for one, other in zip(alone, beside, strict=True):
         assert state(backend, one, tmp_path / f"{one} alone") == state(backend, other, tmp_path / f"{other} beside")
     assert state(backend, beside[3], tmp_path / "after") == before
+
+
+def test_a_step_that_overflows_spoils_no_other_model(
+    backend: Trainer, create: Callable[..., str], tmp_path: Path
+) -> None:
+    """Its weights are in the engine of a full fine-tuning trainer."""
+    alone, beside, far = create(), create(), create()
+    for model in (alone, beside, far):
+        apply(backend, model, GOOD)
+    wanted = apply(backend, alone, STEP)
+    found = backend.apply({far: OptimStep(replace(STEP.params, learning_rate=1e20)), beside: STEP})
+    assert isinstance(found[far], WeightsOverflow) and found[beside] == wanted
+    backend.close(far)
+    apply(backend, beside, GOOD)
+    apply(backend, alone, GOOD)
+    ends = [state(backend, model, tmp_path / model) for model in (alone, beside)]
+    assert ends[0] == ends[1]
 
 
 def test_the_norm_a_step_reports_is_from_before_clipping(backend: Trainer, create: Callable[..., str]) -> None:

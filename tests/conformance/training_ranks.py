@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from app.domain.ops import AdamParams, DropGradients, ForwardBackward, LoraSpec, OptimStep
 from app.domain.results import CriticOutput, ForwardBackwardOutput, OptimStepOutput
-from app.errors import UserOpError
+from app.errors import UserOpError, WeightsOverflow
 from app.settings import BaseModelSettings
 from tests.parity.datums import batch, policy, supervised, valued
 from workers.backends.training import backends, ranks
@@ -55,6 +55,7 @@ def run(backend: Trainer, folder: Path) -> dict[str, np.ndarray]:
     assert isinstance(backend.apply({"a": bad(), "b": SHORT})["a"], UserOpError)
     folder.mkdir()
     check_steps_together(backend, folder.parent)
+    check_overflow(backend)
     backend.capture("a", optimizer=True)(folder)
     capture_and_go_on(backend, folder)
     # A fetched checkpoint is gone once the call returns.
@@ -131,6 +132,20 @@ def check_steps_together(backend: Trainer, folder: Path) -> None:
         ends[name] = {path.name: path.read_bytes() for path in (folder / name).iterdir()}
         backend.close(name)
     assert ends["one alone"] == ends["one beside"] != ends["two alone"] == ends["two beside"]
+
+
+def check_overflow(backend: Trainer) -> None:
+    """A step that overflows fails on every rank; the model goes, and the one beside it stays."""
+    for name in ("near", "far"):
+        backend.apply({name: Create(LoraSpec(rank=4, seed=1))})
+        backend.apply({name: SFT})
+    found = backend.apply({"far": OptimStep(AdamParams(learning_rate=1e20)), "near": STEP})
+    assert isinstance(found["far"], WeightsOverflow) and isinstance(found["near"], OptimStepOutput)
+    backend.close("far")
+    backend.apply({"far": Create(LoraSpec(rank=4, seed=1))})
+    for name in ("near", "far"):
+        assert isinstance(backend.apply({name: SFT})[name], ForwardBackwardOutput)
+        backend.close(name)
 
 
 def capture_and_go_on(backend: Trainer, saved: Path) -> None:

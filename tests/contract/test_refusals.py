@@ -43,6 +43,17 @@ def test_an_infinite_ratio_fails_the_future_by_datum_and_changes_nothing(trainin
     assert train(training, 2)[1] < before.metrics["loss:sum"], "the run goes on"
 
 
+def test_a_step_whose_weights_overflow_fails_its_future_and_changes_nothing(training: tinker.TrainingClient):
+    train(training, 1)
+    before = training.forward(supervised(), "cross_entropy").result()
+    training.forward_backward(supervised(), "cross_entropy")
+    with pytest.raises(tinker.RequestFailedError, match=r"learning_rate 1e\+20; no step was taken"):
+        training.optim_step(types.AdamParams(learning_rate=1e20)).result()
+    after = training.forward(supervised(), "cross_entropy").result()
+    assert before.metrics["loss:sum"] == after.metrics["loss:sum"]
+    assert train(training, 2)[1] < before.metrics["loss:sum"], "the run goes on"
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [({"rank": -1}, "rank"), ({"rank": 4096}, "4096"), ({"rank": 8, "base_model": "no/such-model"}, BASE)],
@@ -52,9 +63,10 @@ def test_a_model_that_cannot_be_is_refused(service: tinker.ServiceClient, argume
         service.create_lora_training_client(**{"base_model": BASE, **arguments}).result()
 
 
-def test_a_bad_step_is_refused(training: tinker.TrainingClient):
-    with pytest.raises(tinker.BadRequestError, match="learning_rate"):
-        training.optim_step(types.AdamParams(learning_rate=-1.0)).result()
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
+def test_a_bad_step_is_refused(training: tinker.TrainingClient, rate: float):
+    with pytest.raises((tinker.BadRequestError, tinker.UnprocessableEntityError), match="learning_rate"):
+        training.optim_step(types.AdamParams(learning_rate=rate)).result()
     assert train(training, 1)
 
 

@@ -22,7 +22,7 @@ from app.domain.ops import LoraSpec, SaveWeights
 from app.domain.progress import Point
 from app.domain.records import Checkpoint, Model, Sampler, ShmTransfer
 from app.domain.results import SAVED, Result, Usage
-from app.errors import NotFound, OpError, Unavailable, UserOpError
+from app.errors import NotFound, OpError, Unavailable, UserOpError, WeightsOverflow
 from app.stores.disk import Disk
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.records import RedisRecords, dump
@@ -37,7 +37,8 @@ from workers.checkpoints.shm_transfer import ShmTransfers
 @dataclass(frozen=True, slots=True)
 class OpResult:
     """The result of running an Op. `failure` is empty for success. `after_commit` is to be called after the commit,
-    which stores `writes`, counts `usage` and adds `point` to the run's progress."""
+    which stores `writes`, counts `usage` and adds `point` to the run's progress. An Op that `spoils` the model's state
+    has it discarded after the commit."""
 
     result: Result
     writes: Sequence[Write] = ()
@@ -45,10 +46,12 @@ class OpResult:
     usage: Usage = field(default_factory=dict)
     point: Point | None = None
     failure: str = ""
+    spoils: bool = False
 
     @classmethod
     def failed(cls, entry: Entry, error: OpError) -> OpResult:
-        return cls(results.of_error(error), failure=f"{entry.kind} seq {entry.seq} failed: {error}")
+        failure = f"{entry.kind} seq {entry.seq} failed: {error}"
+        return cls(results.of_error(error), failure=failure, spoils=isinstance(error, WeightsOverflow))
 
     def as_future(self) -> Future[OpResult]:
         """This result as a future that is already done, for an Op with nothing to wait for."""

@@ -85,7 +85,8 @@ class Committer:
         return op_results[-1].result().result if asked.resident.applied == asked.entry.seq else None
 
     def commit(self, resident: Resident) -> None:
-        """Commits the uncommitted Ops of a model, up to a save that is still being written.
+        """Commits the uncommitted Ops of a model, up to a save that is still being written. Discards a state that the
+        last of them spoiled: nothing runs ahead behind a failure.
 
         Raises Fenced; Unavailable for a save that was put off; Broken and NotFound after discarding the state.
         """
@@ -116,7 +117,8 @@ class Committer:
         # An object store that hangs must leave time for the snapshot on the disk.
         half = max(0.0, deadline - time.monotonic()) / 2
         self._executor.saver.shm_transfers.finish(resident.lease.model_id, half)
-        self._snapshots.settle(resident, within_s=max(0.0, deadline - time.monotonic()))
+        if self._owner.resident(resident.lease.model_id) is resident:  # the commit may have discarded it
+            self._snapshots.settle(resident, within_s=max(0.0, deadline - time.monotonic()))
 
     def _put_off(self, resident: Resident) -> None:
         """Puts the Op off: the object store is away and the model is unchanged. If Ops ran ahead, discards the state;
@@ -150,7 +152,10 @@ class Committer:
         failed = op_result.result.failed
         commit_s = time.monotonic() - started
         telemetry.op_done(entry, failed=failed, run_s=pending.run_s, commit_s=commit_s, ops_in_pass=pending.ops_in_pass)
-        self._snapshot(resident, entry, failed)
+        if op_result.spoils:
+            self._owner.discard(resident.lease.model_id)
+        else:
+            self._snapshot(resident, entry, failed)
 
     def _op_result(self, resident: Resident, pending: PendingCommit) -> OpResult:
         try:

@@ -29,7 +29,7 @@ from app.domain.ops import (
     SaveWeights,
 )
 from app.domain.results import TRAINED, Output
-from app.errors import NotFound, OpError, UserOpError
+from app.errors import NotFound, OpError, UserOpError, WeightsOverflow
 from app.stores.disk import Disk
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.types import Entry, Lease
@@ -62,7 +62,8 @@ class Executor:
     def run(self, lease: Lease, entry: Entry, accumulation: GradAccumulation) -> OpResult | DeferredWrite:
         """Runs the Op. For a save, returns the function that writes it, to be run beside the next Op.
 
-        Raises OpError. The model is then unchanged, except that a failed optim_step drops the gradients.
+        Raises OpError. The model is then unchanged, except that a failed optim_step drops the gradients, and that
+        WeightsOverflow spoils it.
         """
         if entry.kind in CONSUMED:
             self._consume(lease.model_id, entry)
@@ -121,7 +122,8 @@ class Executor:
         elif entry.doomed:
             self.give_up(lease, entry)
         elif entry.kind not in (SaveWeights.kind, FORWARD):
-            self._apply(lease.model_id, domain_ops.decode(entry.payload))
+            with suppress(WeightsOverflow):  # an earlier version committed such a step as done
+                self._apply(lease.model_id, domain_ops.decode(entry.payload))
 
     def restore(self, model_id: str, prefix: str) -> GradAccumulation:
         """Restores a model from a durable snapshot; returns its accumulation. Raises NotFound, Unavailable, OpError."""

@@ -202,10 +202,11 @@ class TrainingRunner:
                     return None
             else:
                 self._committer.commit(resident)
-                if seq > resident.applied:
+                if seq <= resident.applied:
+                    self._retry_backoff.advanced(model_id)
+                    return None
+                if self._owner.resident(model_id) is resident:  # a committed Op may have spoiled the state
                     return resident
-                self._retry_backoff.advanced(model_id)
-                return None
 
     def _take_turn(self, resident: Resident, seq: int, kind: str, waiting: Sequence[NextOp]) -> Result | None:
         """Runs the model's next Op, and returns its result as `_run_next` does."""

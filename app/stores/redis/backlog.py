@@ -115,21 +115,27 @@ class RedisBacklog:
         parents = [ids.parent_of(id_) for id_ in request_ids]
         # All requests of a sampler are in one queue; the last request is the least likely to have ended meanwhile.
         whose = self._places(dict(zip(parents, request_ids, strict=True)))
-        pairs = zip(parents, request_ids, strict=True)
-        return [WaitingSample(id_, *whose[parent]) for parent, id_ in pairs if parent in whose]
+        found = []
+        for parent, id_ in zip(parents, request_ids, strict=True):
+            if parent in whose:
+                owner, queue, paused = whose[parent]
+                found.append(WaitingSample(id_, owner, queue, id_ in paused))
+        return found
 
-    def _places(self, requests: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-        """(owner, queue) by sampler id. `requests` gives one request of each sampler."""
+    def _places(self, requests: Mapping[str, str]) -> dict[str, tuple[str, str, set[str]]]:
+        """(owner, queue, paused requests) by sampler id. `requests` gives one request of each sampler."""
         found = {}
         for slice_ in slices(list(requests.items()), _SLICE):
             with self._redis.pipeline(transaction=False) as pipe:
                 for sampler_id, request_id in slice_:
                     pipe.hget(keys.record("samplers", sampler_id), "owner")
                     pipe.hget(keys.PENDING_QUEUE, request_id)
+                    pipe.smembers(keys.paused(sampler_id))
                 answers = pipe.execute()
-            for (sampler_id, _), owner, queue in zip(slice_, answers[::2], answers[1::2], strict=True):
+            rows = zip(slice_, answers[::3], answers[1::3], answers[2::3], strict=True)
+            for (sampler_id, _), owner, queue, paused in rows:
                 if owner and queue:
-                    found[sampler_id] = json.loads(owner), queue.decode()
+                    found[sampler_id] = json.loads(owner), queue.decode(), {each.decode() for each in paused}
         return found
 
     def _sequences(self, queue: str) -> int:

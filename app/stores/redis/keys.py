@@ -219,6 +219,10 @@ def placed(queue: str) -> str:
     return f"{PREFIX}placed:{queue}"
 
 
+def paused(sampler_id: str) -> str:
+    return f"{PREFIX}paused:{sampler_id}"
+
+
 def sampled(sampler_id: str) -> str:
     return f"{PREFIX}sampled:{sampler_id}"
 

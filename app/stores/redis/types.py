@@ -192,11 +192,12 @@ class ModelLine:
 
 @dataclass(frozen=True, slots=True)
 class WaitingSample:
-    """A sampling request without a result, whether it runs or not."""
+    """A sampling request without a result, whether it runs or not. It is `paused` while its session is silent."""
 
     request_id: str
     owner: str
     queue: str
+    paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

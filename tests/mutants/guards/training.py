@@ -14,6 +14,7 @@ _LOSSES = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/
 _OUTAGES = "tests/unit/workers/train/test_outages.py"
 _FAULTS = "tests/unit/workers/train/test_restore_faults.py"
 _OWNER = "tests/unit/workers/train/test_owner.py"
+_OVERFLOW = "tests/unit/workers/train/test_overflow.py"
 _LEASES = "tests/unit/workers/process/test_leases.py"
 _PADDING = "--confcutdir=tests/unit/workers/backends/training tests/unit/workers/backends/training/test_batch_ops.py"
 _CLI = "tests/processes/workers/test_cli.py"
@@ -28,6 +29,27 @@ MUTANTS = (
         "        except Fenced as fenced:\n            self._owner.discard(model_id)\n",
         "        except Fenced as fenced:\n",
         f"{_RECOVERY}::test_a_state_whose_commit_is_in_doubt_is_never_used_again",
+    ),
+    Mutant(
+        "committer: a state that a step spoiled goes",
+        "workers/train/committer.py",
+        "        if op_result.spoils:\n",
+        "        if False:\n",
+        f"{_OVERFLOW}::test_a_step_that_overflows_fails_with_its_rate_and_leaves_the_weights_and_the_optimizer",
+    ),
+    Mutant(
+        "committer: no snapshot of a state that has gone",
+        "workers/train/committer.py",
+        "        if self._owner.resident(resident.lease.model_id) is resident:",
+        "        if True:",
+        f"{_OVERFLOW}::test_no_snapshot_is_taken_of_a_spoiled_state",
+    ),
+    Mutant(
+        "runner: an Op runs on no state that has gone",
+        "workers/train/runner.py",
+        "                if self._owner.resident(model_id) is resident:",
+        "                if True:",
+        f"{_OVERFLOW}::test_a_step_that_ran_ahead_of_a_save_is_committed_behind_it",
     ),
     Mutant(
         "runner: all states go when the backend broke",

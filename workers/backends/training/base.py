@@ -87,7 +87,8 @@ class TrainingBackend(Protocol):
         ...
 
     def apply(self, ops: Mapping[str, BackendOp]) -> Mapping[str, Output | OpError]:
-        """Runs at most one Op for each model id. Each Op is all-or-nothing: an OpError leaves that model untouched.
+        """Runs at most one Op for each model id. Each Op is all-or-nothing: an OpError leaves that model untouched,
+        except WeightsOverflow: close that model.
 
         Ops of different models may share a pass. With one Op in `ops`, the resulting bits depend only on the Op and the
         model's own state; those of an OptimStep always do. An exception other than a returned OpError means that every

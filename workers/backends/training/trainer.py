@@ -15,7 +15,7 @@ from torch import nn
 from app.domain.ops import AdamParams, DropGradients, ForwardBackward, OptimStep
 from app.domain.records import BaseModelInfo
 from app.domain.results import Done, OptimStepOutput, Output
-from app.errors import NoMemory, OpError, ServerOpError, UserOpError
+from app.errors import NoMemory, OpError, ServerOpError, UserOpError, WeightsOverflow
 from app.settings import BaseModelSettings
 from workers.backends import devices
 from workers.backends.failures import StallDetector, lost_device, ran_out_of_memory
@@ -239,7 +239,8 @@ class Trainer(ABC):
 
     def _step_together(self, params: Mapping[str, AdamParams]) -> Results:
         """Steps models, each to the bits of its step alone. The host waits for gradient norms that are not known yet
-        (one that is not finite refuses its step), and then for those of the stepped weights."""
+        (one that is not finite refuses its step), and then for those of the stepped weights (one that is not finite
+        fails its step too late: the state is spoiled)."""
         states = {model_id: self._states[model_id] for model_id in params}
         steps = self._with_room(params, lambda: [state.begin_step(params[m]) for m, state in states.items()])
         if steps is None and len(params) == 1:
@@ -261,7 +262,7 @@ class Trainer(ABC):
         for (model_id, grad_norm), param_norm in zip(grad_norms.items(), param_norms, strict=True):
             rate = params[model_id].learning_rate
             metrics = {"grad_norm": grad_norm, "learning_rate": rate, "param_norm": float(param_norm)}
-            results[model_id] = OptimStepOutput(metrics)
+            results[model_id] = OptimStepOutput(metrics) if param_norm.isfinite() else _overflow(metrics)
         return results
 
     def _forward_backward(self, ops: Mapping[str, ForwardBackward]) -> Results:
@@ -375,6 +376,13 @@ class Trainer(ABC):
         if state is None:
             raise _not_loaded(model_id)
         return state
+
+
+def _overflow(metrics: Mapping[str, float]) -> WeightsOverflow:
+    return WeightsOverflow(
+        f"the step would make weights of norm {metrics['param_norm']} with learning_rate {metrics['learning_rate']}; "
+        "no step was taken. Lower the learning rate or the weight decay, or load a checkpoint with finite weights"
+    )
 
 
 def _not_loaded(model_id: str) -> ServerOpError:

@@ -272,6 +272,9 @@ BAD_STEPS: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "a rate beyond fp32": ({"adam_params": {"learning_rate": 1e39}}, 400, ["learning_rate", "at most 3.4"]),
     "a decay beyond fp32": ({"adam_params": {"weight_decay": 1e300}}, 400, ["weight_decay", "at most 3.4"]),
     "nan decay": ({"adam_params": {"weight_decay": math.nan}}, 422, ["weight_decay"]),
+    # The SDK writes NaN and infinity as null.
+    "null rate": ({"adam_params": {"learning_rate": None}}, 422, ["adam_params.learning_rate: Is null", "NaN"]),
+    "null eps": ({"adam_params": {"learning_rate": 0.1, "eps": None}}, 422, ["adam_params.eps", "a finite number"]),
     "text rate": ({"adam_params": {"learning_rate": "fast"}}, 422, ["adam_params.learning_rate", "'fast'"]),
     "unknown field": ({"adam_params": {"learning_rat": 0.1}}, 422, ["adam_params.learning_rat", "correct its name"]),
     "adamw": ({"optimizer_params": {"type": "adamw", "learning_rate": 0.1}}, 400, ["adamw", "in adam_params"]),

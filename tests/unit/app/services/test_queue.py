@@ -163,8 +163,17 @@ def test_what_fits_into_the_batches_starts_at_once_and_the_rest_as_places_become
     assert [wide.of(f"s:sample:0:{i}").starts_in_s for i in (0, 1)] == [0, 2], "4 sequences each: one at a time"
 
 
+def test_a_paused_sample_is_in_nobodys_way_and_has_no_time() -> None:
+    found = [WaitingSample(f"s:sample:0:{i}", "you", SAMPLE, paused=i < 3) for i in range(5)]
+    found.append(WaitingSample("s:sample:0:5", "me", SAMPLE))
+    positions = QueuePositions(Unfinished([], found, {}), {"0": worker(SAMPLE, batch=1)}, lambda project: 1.0)
+    assert [positions.of(f"s:sample:0:{i}").before for i in (3, 4, 5)] == [1, 2, 1]
+    assert positions.of("s:sample:0:0") == Position(3, None, paused=True), "behind all others"
+
+
 def test_everything_is_said_in_words() -> None:
     said = [
+        Position(0, None, paused=True),
         Position(0, 0.0, running=True),
         Position(3, None, missing=7),
         Position(0, None),
@@ -175,6 +184,7 @@ def test_everything_is_said_in_words() -> None:
         Position(900, 3600.0),
     ]
     assert [describe(position) for position in said] == [
+        "its client is silent; it waits for the client's next heartbeat, poll or call",
         "it runs now",
         "seq 7 of its model has not arrived yet and must run first",
         "it runs now, or starts next",

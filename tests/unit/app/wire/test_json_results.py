@@ -33,6 +33,12 @@ def test_every_datum_has_its_logprobs_bit_for_bit_in_order_and_shape() -> None:
     assert found == [array.tobytes() for array in arrays]
 
 
+def test_a_metric_that_is_not_finite_is_left_out_because_json_has_no_such_number() -> None:
+    metrics = {"ratio:max": 0.0, "ratio:min": float("inf"), "kl:sum": float("nan")}
+    read = forward_backward(ForwardBackwardOutput(Ragged.of([np.zeros(1)], np.float32), metrics))
+    assert read["metrics"] == {"ratio:max": 0.0}
+
+
 def test_a_critics_values_come_as_values() -> None:
     read = forward_backward(CriticOutput(Ragged.of([np.array([0.5, -1.0])], np.float32), {"loss:sum": 1.0}))
     assert read["loss_fn_outputs"] == [{"values": {"data": [0.5, -1.0], "dtype": "float32", "shape": [2]}}]

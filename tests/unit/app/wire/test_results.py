@@ -95,6 +95,12 @@ def test_an_output_has_the_type_of_its_call(op: Op, output: Output, expected: di
     assert json.loads(of_output(op, output).body) == expected
 
 
+def test_no_json_result_has_a_number_that_is_not_finite() -> None:
+    """The SDK reads it as no JSON."""
+    with pytest.raises(ValueError, match="JSON"):
+        of_output(OptimStep(AdamParams()), OptimStepOutput({"param_norm": float("inf")}))
+
+
 def test_a_critics_values_come_back_as_values() -> None:
     arrays = [np.array([0.5, -1.0, 2.0]), np.array([3.0])]
     output = CriticOutput(Ragged.of(arrays, np.float32), {"loss:sum": 1.0})

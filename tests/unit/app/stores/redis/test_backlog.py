@@ -11,6 +11,7 @@ from app.settings import EngineSettings
 from app.stores.redis import backlog as module
 from app.stores.redis.backlog import RedisBacklog
 from app.stores.redis.journal import RedisOpLog
+from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump
 from app.stores.redis.types import ModelLine, Unfinished, WaitingSample
 from tests.unit.app.stores.redis.journal_steps import MODEL, OK, admit, own
@@ -74,6 +75,17 @@ def test_samples_are_listed_as_they_came_until_they_end(
     oplog.finish_sample(asked[1], Result(b""))
     assert {sample.request_id for sample in backlog.unfinished(10).samples} == set(asked) - {asked[1]}
     assert backlog.running(asked) == set()
+
+
+def test_the_samples_of_a_silent_session_are_paused(
+    backlog: RedisBacklog, oplog: RedisOpLog, client: redis.Redis
+) -> None:
+    asked = [ask(oplog, seq) for seq in range(2)]
+    client.zadd("tinsmith:sessions_heard", {"session": 0})
+    assert RedisLifecycle(client, EngineSettings()).pause_samples() == 2
+    later = ask(oplog, 2)
+    found = {sample.request_id: sample.paused for sample in backlog.unfinished(10).samples}
+    assert found == {asked[0]: True, asked[1]: True, later: False}
 
 
 def test_the_sequences_of_a_queue_are_those_that_were_given_to_a_sampler(
