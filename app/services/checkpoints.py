@@ -136,14 +136,15 @@ class CheckpointSearch:
         """The body of checkpoints/search. Raises NotFound for a project that the caller does not see."""
         within = searched(caller, asked["owner"], asked["project_ids"])
         listed = list_fields(self._records, within, "created", "kind", "base_model", "user_metadata").items()
-        places = [(*_position(path, float(fields["created"])), path) for path, fields in listed if _fits(fields, asked)]
+        places = {path: _position(path, float(fields["created"])) for path, fields in listed if _fits(fields, asked)}
         cursor = asked["cursor"] and (asked["cursor"]["last_created_at"], asked["cursor"]["last_checkpoint_uuid"])
-        paths = [path for *place, path in sorted(places, reverse=True) if cursor is None or tuple(place) < cursor]
+        behind = [path for path, place in places.items() if cursor is None or place < cursor]
+        paths = sorted(behind, key=places.__getitem__, reverse=True)
         found = first_wanted(self._records, caller, asked["owner"], within, paths, asked["limit"] + 1)
         shown = found[: asked["limit"]]
         answer: dict[str, Any] = {"checkpoints": [checkpoint_view(path, one) for path, one in shown]}
         if len(found) > len(shown):
-            created, uuid = _position(shown[-1][0], shown[-1][1].created)
+            created, uuid = places[shown[-1][0]]  # a save may have changed the record's since
             answer["next_cursor"] = {"last_created_at": created.isoformat(), "last_checkpoint_uuid": uuid}
         return answer
 

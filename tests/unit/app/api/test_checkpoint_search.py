@@ -169,6 +169,24 @@ def test_a_search_reads_few_whole_records_and_passes_over_one_that_is_deleted_me
     assert reads == paths[:4]
 
 
+def test_a_checkpoint_that_is_saved_again_meanwhile_does_not_bring_the_next_page_back_to_the_first(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = api.services.records
+    paths = [save_checkpoint(api, api.model(), created=9.0 - n) for n in range(4)]
+    read = type(records).read
+
+    def read_late(self: Any, namespace: str, ids: Any) -> Any:
+        records.update("checkpoints", paths[1], {"created": "100.0"})
+        return read(self, namespace, ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(records), "read", read_late)
+        first = search(api, limit=2)
+    assert [one["tinker_path"] for one in first["checkpoints"]] == paths[:2]
+    assert found(api, limit=2, cursor=first["next_cursor"]) == paths[2:]
+
+
 def test_only_the_checkpoints_of_the_searched_projects_are_read(
     api: Api, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

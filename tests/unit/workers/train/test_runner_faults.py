@@ -99,7 +99,7 @@ def test_an_outage_in_the_middle_of_an_op_leaves_it_free_for_anybody(world: Worl
         raise redis.ConnectionError("away")
 
     with monkeypatch.context() as outage:
-        outage.setattr(worker.parts.records, "get", away)
+        outage.setattr(worker.parts.records, "find", away)
         with pytest.raises(redis.ConnectionError):
             worker.handle(1, "save_weights")
     assert [pending.running for pending in world.oplog.pending()] == [False]
