@@ -122,7 +122,8 @@ def test_metrics_are_the_sum_of_all_processes_whichever_answers(api: ApiServer):
     for pid in (first, second):
         with only(api, pid):
             assert metric(api, "tinsmith_request_seconds_count", _HEALTH) == asked + 5
-            assert metric(api, "tinsmith_queue_depth", frozenset({("queue", f"train.{BASE}")})) == 1
+            # A process reads the queues once a second.
+            await_true(lambda: metric(api, "tinsmith_queue_depth", frozenset({("queue", f"train.{BASE}")})) == 1)
             assert metric(api, "process_resident_memory_bytes") > 0.75 * (resident(first) + resident(second))
 
 
