@@ -169,6 +169,24 @@ def test_a_search_reads_few_whole_records_and_passes_over_one_that_is_deleted_me
     assert reads == paths[:4]
 
 
+def test_a_checkpoint_that_moves_to_another_project_meanwhile_is_not_shown(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = api.services.records
+    paths = [save_checkpoint(api, api.model(), created=9.0 - n) for n in range(3)]
+    read = type(records).read
+
+    def read_late(self: Any, namespace: str, ids: Any) -> Any:
+        records.update("checkpoints", paths[1], {"owner": '"theirs"'})
+        return read(self, namespace, ids)
+
+    for shown in (lambda: search(api), lambda: api.get("checkpoints").json):
+        records.update("checkpoints", paths[1], {"owner": f'"{api.services.authenticator(api.key).project}"'})
+        with monkeypatch.context() as patch:
+            patch.setattr(type(records), "read", read_late)
+            assert [one["tinker_path"] for one in shown()["checkpoints"]] == [paths[0], paths[2]]
+
+
 def test_a_checkpoint_that_is_saved_again_meanwhile_does_not_bring_the_next_page_back_to_the_first(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
