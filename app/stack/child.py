@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -131,10 +130,34 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
+class StopFlag:
+    """A flag that a signal handler may set.
+
+    It takes no lock. A handler that sets a `threading.Event` may wait forever: it runs in the main thread, which may
+    hold the event's lock at that moment in a `wait` or `set` of its own.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def wait(self, timeout_s: float) -> bool:
+        """Returns soon after the flag is set (True), or after the timeout (False)."""
+        deadline = time.monotonic() + timeout_s
+        while not self._set and (left_s := deadline - time.monotonic()) > 0:
+            time.sleep(min(left_s, _TICK_S))
+        return self._set
+
+
 @contextmanager
-def stop_signals(*numbers: int) -> Iterator[threading.Event]:
-    """An event that any of these signals sets. SIGHUP that is ignored stays so: `nohup` outlives the terminal."""
-    stopping = threading.Event()
+def stop_signals(*numbers: int) -> Iterator[StopFlag]:
+    """A flag that any of these signals sets. SIGHUP that is ignored stays so: `nohup` outlives the terminal."""
+    stopping = StopFlag()
     before = {number: signal.getsignal(number) for number in numbers}
     if before.get(signal.SIGHUP) == signal.SIG_IGN:
         del before[signal.SIGHUP]

@@ -4,7 +4,6 @@ trains.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple, cast
@@ -14,6 +13,7 @@ import redis
 from app import ids
 from app.domain.progress import NEWEST_POINTS, described
 from app.domain.records import Model, Session
+from app.stack.child import StopFlag
 from app.stores.redis import keys
 from app.stores.redis.records import RedisRecords
 
@@ -50,7 +50,7 @@ class RunNews:
         self._records, self._redis, self._say = records, client, say
         self._known: dict[str, _Said] = {}
 
-    def follow(self, stopping: threading.Event) -> None:
+    def follow(self, stopping: StopFlag) -> None:
         """Looks every few seconds until `stopping` is set. While the state server is away there are no news."""
         while not stopping.wait(_EVERY_S):
             with suppress(redis.RedisError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 from app.errors import SetupError, TinsmithError
 from app.stack import child as stack_child
 from app.stack import memory
-from app.stack.child import Child, Command
+from app.stack.child import Child, Command, StopFlag
 from app.stack.terminal import warn
 
 SETUP_ERROR_CODE = 2
@@ -81,7 +80,7 @@ class Supervisor:
     def __init__(
         self,
         logs: Path,
-        stopping: threading.Event,
+        stopping: StopFlag,
         *,
         policy: RestartPolicy | None = None,
         grace_s: float = 10.0,

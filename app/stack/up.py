@@ -38,7 +38,7 @@ from app.settings import (
     netloc,
 )
 from app.stack import checks, config, hardware, metrics, placement, valkey
-from app.stack.child import Command, stop_signals
+from app.stack.child import Command, StopFlag, stop_signals
 from app.stack.config import Options
 from app.stack.data_folder import DataFolder, write_private
 from app.stack.run_news import RunNews
@@ -132,7 +132,7 @@ def prepare(
     return Plan(settings, settings_file, servers)
 
 
-def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None], until: threading.Event | None) -> None:
+def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None], until: StopFlag | None) -> None:
     """Starts the processes and watches them. With `until`, prints news of runs until it is set."""
     redis_url, broker_url = plan.settings.redis.url, plan.settings.broker_url
     supervisor.start(plan.servers)
@@ -175,7 +175,7 @@ def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None], until: 
     say("stopping")
 
 
-def _follow_runs(redis_url: str, say: Callable[[str], None], until: threading.Event) -> None:
+def _follow_runs(redis_url: str, say: Callable[[str], None], until: StopFlag) -> None:
     """Prints news of runs from a thread of its own: a state server that hangs must not keep dead processes waiting."""
     client = connect(redis_url)
     news = RunNews(RedisRecords(client), client, say)

@@ -89,7 +89,7 @@ def run(
     SetupError when `devices` has fewer.
     """
     orders = list(_orders(hosts, settings, command, devices))
-    # Handlers only set an event; the loop below does the rest.
+    # Handlers only set a flag; the loop below does the rest.
     with child.stop_signals(signal.SIGTERM, signal.SIGINT) as stopping, _witness(settings, name) as witness:
         nodes = [_start(host) for host in hosts]
         for node, order in zip(nodes, orders, strict=True):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from app.errors import TinsmithError
 from app.settings import Settings
 from app.stack import memory
 from app.stack import up as stack_up
-from app.stack.child import Command
+from app.stack.child import Command, stop_signals
 from app.stack.supervisor import RestartPolicy, Supervisor
 
 READYZ = """
@@ -37,14 +36,15 @@ def supervise(logs: str, programs: str, ready: str = "", window_s: str = "60", k
     `ready`: "stack" for a stack that has been ready, "child" for one whose programs have. `kills`: the file with the
     machine's out-of-memory kills.
     """
-    stopping = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     nowhere = Path("/nowhere")
     oom_kills = partial(memory.oom_kills, nowhere, nowhere, Path(kills or nowhere))
     policy = RestartPolicy(tries=3, window_s=float(window_s), first_delay_s=0.01, longest_delay_s=0.02)
     commands = [Command(name, (sys.executable, "-c", *rest)) for name, *rest in json.loads(programs)]
     try:
-        with Supervisor(Path(logs), stopping, policy=policy, grace_s=0.5, oom_kills=oom_kills) as supervisor:
+        with (
+            stop_signals(signal.SIGTERM) as stopping,
+            Supervisor(Path(logs), stopping, policy=policy, grace_s=0.5, oom_kills=oom_kills) as supervisor,
+        ):
             supervisor.start(commands)
             print("up", flush=True)
             if ready == "child":

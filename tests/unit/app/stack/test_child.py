@@ -7,6 +7,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,25 @@ def test_a_stop_signal_is_seen_and_its_handler_is_restored(dispositions: None) -
         signal.raise_signal(signal.SIGINT)
         assert stopping.is_set()
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("call", ["set", "wait"])
+def test_a_stop_signal_at_any_line_of_a_call_is_seen(dispositions: None, call: str) -> None:
+    """A signal's handler runs between two lines of whatever the main thread does: it must wait for no lock."""
+    lines: list[int] = []
+
+    def at_each_line(frame: FrameType, *_: object) -> Any:
+        lines.append(frame.f_lineno)
+        signal.raise_signal(signal.SIGINT)
+        return at_each_line
+
+    with stack_child.stop_signals(signal.SIGINT) as stopping:
+        sys.settrace(at_each_line)
+        stopping.set() if call == "set" else stopping.wait(0.0)
+        sys.settrace(None)
+        assert stopping.is_set()
+    assert len(lines) > 1
 
 
 def test_nohup_keeps_a_stack_from_ending_with_its_terminal(dispositions: None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from app import ids
 from app.domain.records import Model, Session
 from app.settings import EngineSettings
 from app.stack import run_news
+from app.stack.child import StopFlag
 from app.stack.run_news import RunNews
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -147,7 +147,7 @@ def test_a_look_reads_no_run_whole_that_has_no_news(records, client, news):
 
 def test_an_outage_is_no_end_of_the_news(records, client, monkeypatch):
     monkeypatch.setattr(run_news, "_EVERY_S", 0.0)
-    stopping, looks = threading.Event(), []
+    stopping, looks = StopFlag(), []
 
     def look() -> None:
         looks.append(1)
