@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,8 @@ from app.settings import METRICS_PORT_VARIABLE
 
 _POLL_S = 0.2
 _ENDS_WITHIN_S = 120
+# In the log of a worker that serves. Before, its SIGTERM ends it at once.
+_SERVES = b" ready."
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Pod:
     name: str
     process: subprocess.Popen[bytes] | None = None
     needed_at: float = 0.0
+    log_start: int = 0
 
 
 @dataclass
@@ -80,7 +84,7 @@ class Workload:
 @dataclass
 class Autoscaler:
     """`starts` counts the starts of each workload, `most` its processes at one time, and `codes` has the exit codes of
-    the ended ones."""
+    the ended ones that served."""
 
     url: str
     environ: Mapping[str, str]
@@ -132,11 +136,17 @@ class Autoscaler:
     def _start(self, pod: Pod, command: list[str]) -> subprocess.Popen[bytes]:
         """Pods have hosts of their own, and so the same names and ports; here each process has others."""
         environ = {**os.environ, **self.environ, METRICS_PORT_VARIABLE: "0"}
-        with (self.logs / f"{pod.name}.log").open("ab") as log:
+        with self._log(pod).open("ab") as log:
+            pod.log_start = log.tell()
             return subprocess.Popen([*command, pod.name], env=environ, stdout=log, stderr=log)
 
     def _end(self, pod: Pod) -> None:
         if pod.process is not None:
             pod.process.terminate()
-            self.codes.append(pod.process.wait(_ENDS_WITHIN_S))
+            code = pod.process.wait(_ENDS_WITHIN_S)
+            if code != -signal.SIGTERM or self._log(pod).read_bytes().find(_SERVES, pod.log_start) >= 0:
+                self.codes.append(code)
             pod.process = None
+
+    def _log(self, pod: Pod) -> Path:
+        return self.logs / f"{pod.name}.log"

@@ -142,7 +142,7 @@ def test_workers_are_scaled_to_zero_and_back_by_the_apis_metrics_and_no_call_is_
             assert all(call.result() is not None for call in more)
             await_true(lambda: not scaler.running, "workers go on, although nothing waits")
     assert set(scaler.codes) == {0}, "each worker ended in order"
-    assert len(scaler.codes) == scaler.starts.total()
+    assert len(scaler.codes) >= 4, "a trainer and a sampler served twice"
 
 
 def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:

@@ -5,6 +5,7 @@ Each decodes one sequence at a time, so that a sample has the same bits on eithe
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -134,13 +135,18 @@ def completions_of(stack: Stack, client: tinker.SamplingClient) -> Iterator[Call
 
 def test_a_full_sampler_leaves_the_rest_to_the_other(service: tinker.ServiceClient, pair: Stack):
     client = service.create_sampling_client(base_model=BASE).result()
-    futures = [ask(client, seed, 100) for seed in range(4)]
+    placed = f"{keys.PREFIX}placed:sample.{BASE}"
     with pair.redis() as state:
-        placed = f"{keys.PREFIX}placed:sample.{BASE}"
-        await_true(lambda: len(state.hgetall(placed)) == 2)
-        for future in futures:
-            drawn(future)
-        assert state.hgetall(placed) == {}, "nothing counts that is over"
+        for _ in range(TRIES):
+            futures = [ask(client, seed, 100) for seed in range(4)]
+            while not (both := len(state.hgetall(placed)) == 2) and not all(future.done() for future in futures):
+                time.sleep(0.02)
+            for future in futures:
+                drawn(future)
+            assert state.hgetall(placed) == {}, "nothing counts that is over"
+            if both:
+                return
+    raise AssertionError("one sampler did all, every time")
 
 
 def test_requests_of_a_killed_sampler_end_once_and_to_the_bit_as_undisturbed(

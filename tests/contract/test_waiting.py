@@ -75,7 +75,7 @@ def sampler(api: ApiServer) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join(30)
+        thread.join()
 
 
 class Hasty:

@@ -67,7 +67,7 @@ def run(folder: Path) -> str:
         [sys.executable, "-m", "pytest", *OPTIONS.split(), str(folder)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(ROOT)},
     ).stdout
 

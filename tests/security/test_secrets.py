@@ -142,7 +142,7 @@ def _answer(api: Api, label: str, call: Call, headers: dict[str, str]) -> bytes:
 
 
 def _status(port: int, request: str) -> int:
-    with contextlib.closing(socket.create_connection(("127.0.0.1", port), timeout=30)) as connection:
+    with contextlib.closing(socket.create_connection(("127.0.0.1", port), timeout=120)) as connection:
         connection.sendall(request.encode())
         return int(connection.makefile("rb").readline().split()[1])
 

@@ -42,7 +42,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
 
 
 def await_true(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.05)

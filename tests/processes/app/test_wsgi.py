@@ -15,7 +15,7 @@ from tests.servers import start_valkey
 
 
 def await_true(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.05)

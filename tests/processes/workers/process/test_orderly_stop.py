@@ -70,7 +70,7 @@ class Workers:
             self.until(begun.exists, process)
             process.send_signal(signal.SIGTERM)
             try:
-                return process.wait(timeout=60)
+                return process.wait(timeout=240)
             except subprocess.TimeoutExpired:
                 process.kill()
                 return process.wait()
@@ -81,7 +81,7 @@ class Workers:
             self.until(lambda: self.oplog.outcome(request_id) is not None, process)
 
     def until(self, condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not condition():
             assert process.poll() is None, f"the worker ended with {process.returncode}"
             assert time.monotonic() < deadline
