@@ -242,6 +242,7 @@ class EngineSettings(Section):
     result_unread_s: int = Field(
         86_400,
         ge=1,
-        description="time for which an unread result is kept, and the sampling session of an adapter that was deleted",
+        description="time for which an unread result is kept, and, for two days at least, the sampling session of an "
+        "adapter that was deleted",
     )
     result_read_s: int = Field(3_600, ge=1, description="time for which a small result is kept after its first read")

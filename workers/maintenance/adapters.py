@@ -6,8 +6,9 @@ unfinished request needs them, or their sampling session was made or used within
 
 One atomic step gives an adapter up, if no request came meanwhile; new requests are refused from then on. Its files are
 deleted after that step. If that fails, nothing refers to them, and the orphans task removes them (orphans.py). Its
-sampling session stays for as long as an unread result: results of its last requests are polled through it, and late
-requests get the reason. That of an in-flight client stays with its run, because it samples the newest weights.
+sampling session stays for as long as an unread result and as routes: results of its last requests are polled through
+it, a batch reads their routes through it, and late requests get the reason. That of an in-flight client stays with its
+run, because it samples the newest weights.
 
 An OpenAI-compatible call makes a sampler for each new save, and makes it again when it has ended. It ends when it was
 not used within `engine.ephemeral_s`: it would keep the files of a save that was replaced, deleted or has expired.
@@ -29,6 +30,7 @@ from app.domain.records import Model, Sampler
 from app.settings import EngineSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import remove_checkpoint
+from app.stores.objects.routes import LONGEST_S
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, load
 
@@ -67,7 +69,7 @@ class EphemeralAdapters:
         settings: EngineSettings,
     ) -> None:
         self._lifecycle, self._records, self._objects = lifecycle, records, objects
-        self._most, self._unread_s = settings.ephemeral_adapters, settings.result_unread_s
+        self._most, self._keep_s = settings.ephemeral_adapters, max(settings.result_unread_s, LONGEST_S)
         self._next = 0.0
 
     def sweep(self) -> None:
@@ -97,7 +99,7 @@ class EphemeralAdapters:
         """The adapters of each run, the newest first, the samplers of OpenAI-compatible calls that name a save, and
         those of adapters that were given up long ago."""
         runs: defaultdict[str, list[Adapter]] = defaultdict(list)
-        openai, over, before = list[str](), list[str](), (self._records.now() - self._unread_s) * 1000
+        openai, over, before = list[str](), list[str](), (self._records.now() - self._keep_s) * 1000
         for sampler_id, fields in self._records.list(Sampler.namespace):
             sampler = load(Sampler, fields)
             if adapter := Adapter.of(sampler_id, sampler, fields):

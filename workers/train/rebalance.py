@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
 
 import redis
@@ -19,7 +19,7 @@ from app.errors import Requeue
 from app.services.base_models import trainer_role
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, load
-from workers.train.owner import Owner
+from workers.train.owner import Owner, Resident
 from workers.train.runner import TrainingRunner
 from workers.train.scheduler import RetryBackoff
 
@@ -92,8 +92,8 @@ class Drain:
 
     def settle_and_release(self, seconds: float) -> None:
         """Settles the models, the last used first, for about `seconds` in all; then releases them."""
-        deadline = time.monotonic() + seconds
-        for model_id in reversed(self.owner.residents()):
+        deadline, residents = time.monotonic() + seconds, self.owner.residents()
+        for model_id in reversed(residents):
             left = deadline - time.monotonic()
             if left <= 0:
                 break
@@ -101,7 +101,7 @@ class Drain:
                 self.owner.settle(model_id, left)
             except Exception:
                 log.exception("could not save a model's state before its release", extra={"model_id": model_id})
-        self.release()
+        self._release(residents)  # also those whose state a commit discarded meanwhile
 
     def release(self) -> None:
         """Releases all models and dispatches their waiting Ops, so that none waits for a lease. Leaves the backend
@@ -110,7 +110,9 @@ class Drain:
         An Op admitted before the release is among the waiting ones. An Op admitted later finds no owner to be
         dispatched to.
         """
-        residents = self.owner.residents()
+        self._release(self.owner.residents())
+
+    def _release(self, residents: Mapping[str, Resident]) -> None:
         self.owner.release_all()
         try:
             for model_id, resident in residents.items():

@@ -103,7 +103,8 @@
                               a session's record also has loss_bytes, the bytes of its custom losses;
                               a sampler's record also counts the clients that joined it; that of a save without a
                               path has size_bytes, and given_up (ms) once its adapter is to be deleted; unless it
-                              follows a run's newest weights, the record is removed engine.result_unread_s later;
+                              follows a run's newest weights, the record is removed engine.result_unread_s later,
+                              and not before its routes;
                               a checkpoint's has deleting, its prefix, once its deletion has begun
                               organisations, projects, users, keys (app/domain/accounts.py): a copy of the object
                               store's accounts, looked up at every request

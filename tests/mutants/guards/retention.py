@@ -93,11 +93,18 @@ MUTANTS = (
         f"{_ADAPTERS}::test_the_sampling_session_of_a_deleted_adapter_stays_while_it_is_used[inflight]",
     ),
     Mutant(
-        "deleted adapters: late requests get the reason for a day",
+        "deleted adapters: late requests get the reason for two days",
         "workers/maintenance/adapters.py",
         ' and int(fields["given_up"]) < before:',
         ":",
-        f"{_ADAPTERS}::test_a_day_after_its_adapter_a_sampling_session_is_removed_and_leaves_nothing",
+        f"{_ADAPTERS}::test_two_days_after_its_adapter_a_sampling_session_is_removed_and_leaves_nothing",
+    ),
+    Mutant(
+        "deleted adapters: routes can be used while they are stored",
+        "workers/maintenance/adapters.py",
+        "max(settings.result_unread_s, LONGEST_S)",
+        "settings.result_unread_s",
+        f"{_ADAPTERS}::test_routes_of_a_deleted_adapter_can_be_used_while_they_are_stored",
     ),
     Mutant(
         "unused samplers: one that runs a sample",

@@ -7,16 +7,23 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import redis
 
+from app import ids
+from app.domain.accounts import Caller
 from app.domain.limits import Limits, Payer
+from app.domain.ops import Ragged
 from app.domain.records import Model, Sampler, ShmTransfer
-from app.domain.results import Result
+from app.domain.results import PROTOBUF, Result
+from app.domain.routes import SequenceRoutes, Span
 from app.errors import NotFound, Unavailable
 from app.services.teardown import Teardown
+from app.services.training import RouteService
 from app.settings import EngineSettings, Settings
 from app.stores.objects.folder import FolderStore
+from app.stores.objects.routes import RouteFiles
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -126,13 +133,13 @@ def test_a_client_of_an_adapter_that_was_given_up_learns_what_to_do(installation
     assert installation.client.zscore(keys.PENDING, f"{samplers[0]}:0") is None
 
 
-def age(installation: Installation, sampler_id: str) -> None:
-    """The adapter was given up a little more than a day ago."""
+def age(installation: Installation, sampler_id: str, days: int = 2) -> None:
+    """The adapter was given up a little more than so many days ago."""
     name = keys.record(Sampler.namespace, sampler_id)
-    installation.client.hset(name, "given_up", str(int(installation.records.now() - 86_401) * 1000))
+    installation.client.hset(name, "given_up", str(int(installation.records.now() - days * 86_400 - 1) * 1000))
 
 
-def test_a_day_after_its_adapter_a_sampling_session_is_removed_and_leaves_nothing(installation: Installation):
+def test_two_days_after_its_adapter_a_sampling_session_is_removed_and_leaves_nothing(installation: Installation):
     samplers = [installation.save(number) for number in range(4)]
     installation.round()
     installation.round()
@@ -149,6 +156,33 @@ def test_a_day_after_its_adapter_a_sampling_session_is_removed_and_leaves_nothin
         installation.records.join(samplers[0])
     with pytest.raises(NotFound, match="session:sample:1' were deleted"):
         installation.sample(samplers[1])
+
+
+def test_the_sampling_session_of_a_deleted_adapter_stays_as_long_as_an_unread_result(installation: Installation):
+    samplers = [installation.save(number) for number in range(3)]
+    installation.round()
+    for days, settings in ((2, {"result_unread_s": 3 * 86_400}), (1, {"result_unread_s": 1})):
+        age(installation, samplers[0], days)
+        installation.round(HASTY.model_copy(update=settings))
+        assert installation.records.find(Sampler, samplers[0])
+
+
+def test_routes_of_a_deleted_adapter_can_be_used_while_they_are_stored(installation: Installation):
+    """A client trains on yesterday's samples, and results are kept for a second."""
+    samplers, now = [installation.save(number) for number in range(3)], installation.records.now
+    request, tokens, routes = installation.sample(samplers[0]), np.array([1, 2], np.int32), np.ones((1, 2, 2), np.uint8)
+    sequence = ids.sequence_id(request, 0)
+    stored = RouteFiles(installation.store, lambda: now() - 86_400).add(
+        {sequence: SequenceRoutes(tokens[:1], routes, tokens, routes)}
+    )
+    assert installation.oplog.finish_sample(request, Result(b"x", PROTOBUF), routes=stored)
+    installation.round()
+    age(installation, samplers[0], 1)
+    installation.round(HASTY.model_copy(update={"result_unread_s": 1}))
+    service = RouteService(installation.records, installation.oplog, RouteFiles(installation.store, now))
+    batch = Ragged.of([tokens[:1]], np.int32)
+    found = service.find(Caller.alone("me"), "base", batch, [[Span(sequence, False, 0, 1)]])
+    assert found is not None and np.array_equal(next(iter(found)), routes)
 
 
 @pytest.mark.parametrize("use", ["joined", "inflight", "unfinished"])

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import redis
 
-from app.domain.ops import OptimStep
+from app.domain.ops import Op, OptimStep
 from app.domain.results import OptimStepOutput
 from app.errors import Requeue
 from app.stores.redis import keys
-from tests.unit.workers.conftest import MODEL, Worker, World, await_true, logprob_bytes, probe, step, undisturbed
+from tests.unit.workers.conftest import BASE, MODEL, Worker, World, await_true, logprob_bytes, probe, step, undisturbed
 from tests.unit.workers.train.saves import (
     SAVE,
     Dispatch,
@@ -111,20 +111,34 @@ def test_a_step_that_ran_ahead_of_a_save_is_committed_behind_it(world: World, st
     assert saved_files(world) == expected_files(world, [0])
 
 
-def test_no_snapshot_is_taken_of_a_spoiled_state(world: World, store: GatedStore, dispatch: Dispatch):
-    """Its model is settled while the step waits for a save."""
+def drained(world: World, store: GatedStore, dispatch: Dispatch, *later: Op) -> tuple[Worker, Ran]:
+    """A trainer that has ended, and what it ran: the step was settled while it waited for a save. The Ops `later` came
+    once the step had run."""
     worker = world.worker("a/1", store=store)
     admit(world, *step(0), SAVE, TOO_FAR)
     ran = Ran(worker)
     dispatched = dispatch(worker, 3)
     await_true(lambda: ran.kinds.get(MODEL, [])[-1:] == ["drop_gradients"], "the step ran ahead, and failed")
+    admit(world, *later, first=5)
     worker.runner.leave()
     with pytest.raises(Requeue, match="about to end"):
         dispatched.result()
     threading.Timer(0.05, store.open.set).start()
+    worker.dispatched.clear()
     worker.drain.settle_and_release(60.0)
+    return worker, ran
+
+
+def test_no_snapshot_is_taken_of_a_spoiled_state(world: World, store: GatedStore, dispatch: Dispatch):
+    _, ran = drained(world, store, dispatch)
     assert (failures(world, 4), ran.captured) == ([True], 1), "of the save alone"
     assert logprob_bytes(probe(world.worker("b/1"), world, 5)) == undisturbed(world, [0])
+
+
+def test_a_trainer_that_ends_dispatches_the_calls_behind_the_step(world: World, store: GatedStore, dispatch: Dispatch):
+    worker, _ = drained(world, store, dispatch, *step(1))
+    shared = f"train.{BASE}"
+    assert worker.dispatched == [("forward_backward", f"{MODEL}:5", shared), ("optim_step", f"{MODEL}:6", shared)]
 
 
 def test_models_whose_steps_shared_the_call_keep_their_states(world: World, merging: Worker, tmp_path: Path):
