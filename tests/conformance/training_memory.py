@@ -182,7 +182,7 @@ def gathered(settings: str, file: str) -> None:
     def between(*arguments: Any) -> Any:
         assert len(freed) > 10
         # gloo's thread lets go of a gathered weight some 4 ms after the gather has returned.
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while held := [shape for shape, storage in freed if not storage.expired()]:
             assert time.monotonic() < deadline, held
             time.sleep(0.01)

@@ -155,7 +155,7 @@ def test_a_suspended_request_whose_time_is_over_is_answered(
     client = connect()
     suspend(worker, [client])
     now = time.monotonic()
-    monkeypatch.setattr(gunicorn_worker.time, "monotonic", lambda: now + LONG_S - 5)
+    monkeypatch.setattr(gunicorn_worker.time, "monotonic", lambda: now + LONG_S / 2)
     worker.murder_pending()
     assert worker._suspended
     monkeypatch.setattr(gunicorn_worker.time, "monotonic", lambda: now + LONG_S + 5)

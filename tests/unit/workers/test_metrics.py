@@ -216,7 +216,8 @@ def test_changes_in_a_snapshot_that_cannot_be_uploaded_age_beside_newer_ones(wor
     began = time.monotonic()
     train(world, worker, [1])
     resident = worker.owner.residents()
-    assert worker.snapshots.age_s(resident) > time.monotonic() - began, "the first step is older than the second"
+    since_s = time.monotonic() - began
+    assert worker.snapshots.age_s(resident) > since_s, "the first step is older than the second"
     shaky.away = False
     await_true(lambda: worker.snapshots.age_s(resident) == 0, "both are durable")
 

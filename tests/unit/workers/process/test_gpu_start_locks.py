@@ -131,7 +131,7 @@ def test_a_child_that_was_forked_meanwhile_keeps_no_lock(tmp_path: Path) -> None
             signal.pause()
     with ThreadPoolExecutor() as pool:
         try:
-            pool.submit(start, Backend("next", []), tmp_path, ["0"], SAMPLER).result(10)
+            pool.submit(start, Backend("next", []), tmp_path, ["0"], SAMPLER).result(60)
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

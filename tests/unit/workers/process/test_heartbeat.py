@@ -39,7 +39,7 @@ def record(client: redis.Redis) -> Worker | None:
 
 
 def await_true(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not what():
         assert time.monotonic() < deadline, "it did not come true"
         time.sleep(0.01)

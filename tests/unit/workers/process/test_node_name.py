@@ -85,13 +85,14 @@ def test_a_worker_elsewhere_has_its_name_until_it_is_not_heard_for_a_lease(clien
 
 
 def test_a_worker_elsewhere_that_goes_on_renewing_its_lease_is_refused(client: redis.Redis):
-    log, over = oplog(client, LEASE_S), threading.Event()
+    log, long, over = oplog(client, LEASE_S), oplog(client, 3600.0), threading.Event()
     claim_of(log, "a", ELSEWHERE)
 
     def renew() -> None:
         while not over.wait(0.05):
-            oplog(client, 3600.0).renew([], f"{NODE}/a")
+            long.renew([], f"{NODE}/a")
 
+    long.renew([], f"{NODE}/a")
     thread = threading.Thread(target=renew)
     thread.start()
     try:

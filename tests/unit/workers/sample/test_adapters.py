@@ -36,7 +36,7 @@ from workers.process.fair_queue import FairQueue
 from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
 
 MANY = 24
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 ABOUT = {"path": "", "generation": "1", "model_id": "m", "owner": "o", "base_model": "b"}
 
 

@@ -18,7 +18,7 @@ from workers.backends.sampling.base import RequestHandle
 from workers.process.fair_queue import FairQueue
 from workers.sample.adapters import Adapters, AdapterScheduler
 
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 
 
 class SlowEngine:
