@@ -11,18 +11,21 @@ connects again.
 
 from __future__ import annotations
 
-import ssl
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
 from kombu.transport import TRANSPORT_ALIASES, redis, virtual
-from kombu.utils.url import parse_url
+from kombu.utils.url import as_url
 from redis import ConnectionPool, Redis, RedisError
 from redis.client import PubSub
+from redis.connection import parse_url
 
 from app.errors import SetupError
+
+_SCHEMES = ("redis", "rediss")
+_CHECKS = ("required", "optional", "none")
 
 
 class _InHand(virtual.QoS):  # type: ignore[misc]
@@ -71,20 +74,40 @@ class Transport(redis.Transport):  # type: ignore[misc]
 
 def register() -> None:
     """Makes redis:// and rediss:// brokers use this transport, in the whole process."""
-    TRANSPORT_ALIASES.update(dict.fromkeys(("redis", "rediss"), f"{__name__}:{Transport.__name__}"))
+    TRANSPORT_ALIASES.update(dict.fromkeys(_SCHEMES, f"{__name__}:{Transport.__name__}"))
+
+
+def kombu_url(url: str) -> str:
+    """The broker's URL without the options that redis-py takes behind it: kombu raises TypeError for most of them.
+
+    Those that name the server stay, in the places where kombu looks for them.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme not in _SCHEMES:
+        return url
+    found = _read(url)
+    place = (found.get(part) for part in ("host", "port", "username", "password"))
+    return str(as_url(scheme, *place, path=str(found.get("db", 0))))
 
 
 def tls(url: str) -> dict[str, Any] | bool:
     """The TLS options of a rediss:// broker, for Celery and Flower; False for a broker without TLS.
 
-    The server's certificate is checked unless the URL says otherwise. kombu would not check it. Raises SetupError when
-    kombu does not know what the URL says.
+    They are those of redis-py. The server's certificate is checked unless the URL says otherwise: kombu would not check
+    it. Raises SetupError when redis-py does not know what the URL says.
     """
     if urlsplit(url).scheme != "rediss":
         return False
+    asked = {name: value for name, value in _read(url).items() if name.startswith("ssl_")}
+    options = {"ssl_cert_reqs": "required", **asked}
+    if (found := options["ssl_cert_reqs"]) not in _CHECKS:
+        raise SetupError(f"the broker's URL has ssl_cert_reqs={found}; write required, optional or none")
+    return options
+
+
+def _read(url: str) -> dict[str, Any]:
     try:
-        asked = parse_url(url).get("ssl", {})
-    except KeyError as error:
-        found = error.args[0]
-        raise SetupError(f"the broker's URL has ssl_cert_reqs={found}; write required, optional or none") from None
-    return {"ssl_cert_reqs": ssl.CERT_REQUIRED, **asked}
+        found: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise SetupError(f"the broker's URL: {error}") from None
+    return found

@@ -100,10 +100,18 @@ def queue_for(queue: str, node: str | None) -> str:
     return direct_queue(queue, node) if node else queue
 
 
-def celery_app(settings: Settings) -> Celery:
+class App(Celery):  # type: ignore[misc]
+    """Celery over a broker, whose whole URL is `redis_url`: redis-py's clients take the options in it."""
+
+    def __init__(self, redis_url: str) -> None:
+        super().__init__("tinsmith", broker=broker.kombu_url(redis_url))
+        self.redis_url = redis_url
+
+
+def celery_app(settings: Settings) -> App:
     """The one Celery configuration, for the API that dispatches tasks and the workers that consume them."""
     broker.register()
-    app = Celery("tinsmith", broker=settings.broker_url)
+    app = App(settings.broker_url)
     app.conf.update(
         broker_use_ssl=broker.tls(settings.broker_url),
         task_ignore_result=True,
@@ -251,7 +259,7 @@ class Dispatcher:
     futures later.
     """
 
-    def __init__(self, celery: Celery) -> None:
+    def __init__(self, celery: App) -> None:
         self._celery = celery
         self.events = TaskEvents(celery)
         self._free = threading.Semaphore(_MOST_AT_ONCE)
@@ -280,7 +288,7 @@ class Dispatcher:
     @cached_property
     def _broker(self) -> redis.Redis:
         """Made late, because the API's server forks its processes."""
-        return connect(self._celery.conf.broker_url)
+        return connect(self._celery.redis_url)
 
     def _tick(self, queue: str) -> None:
         if self._broker.llen(queue) == 0:
@@ -330,9 +338,9 @@ def _publish(celery: Celery, task_id: str, name: str, arguments: dict[str, str],
 class TickSender:
     """Sends tick messages to a worker through its own direct queue."""
 
-    def __init__(self, celery: Celery, queue: str) -> None:
+    def __init__(self, celery: App, queue: str) -> None:
         self._celery, self._queue = celery, queue
-        self._broker = connect(celery.conf.broker_url)
+        self._broker = connect(celery.redis_url)
 
     def waiting(self) -> int | None:
         """The number of messages in the queue; None while the broker is away."""

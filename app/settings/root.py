@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field
 
@@ -94,6 +94,8 @@ class Settings(Section):
 
 def _other_database(url: str) -> str:
     parts = urlsplit(url)
-    database = parts.path.removeprefix("/")
+    # An option `db` is stronger than the path.
+    database = parse_qs(parts.query).get("db", [parts.path.removeprefix("/")])[0]
     other = int(database) + 1 if database.isascii() and database.isdigit() else 1
-    return parts._replace(path=f"/{other}").geturl()
+    options = [option for option in parts.query.split("&") if not option.startswith("db=")]
+    return parts._replace(path=f"/{other}", query="&".join(options)).geturl()

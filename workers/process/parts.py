@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 import redis
-from celery import Celery
 
 from app import dispatch, ids
 from app.domain.records import BaseModelInfo
@@ -67,11 +66,11 @@ class Parts:
     store: ObjectStore
     keeper: LeaseKeeper
     dispatcher: dispatch.Dispatcher
-    celery: Celery
+    celery: dispatch.App
     streams: TokenStreams
 
     @classmethod
-    def of(cls, settings: Settings, celery: Celery, worker: str) -> Parts:
+    def of(cls, settings: Settings, celery: dispatch.App, worker: str) -> Parts:
         client = connect_state(settings.redis.url)
         check_at_start(client)
         store = objects.create(settings, may_be_away=True)
@@ -87,7 +86,7 @@ class Parts:
         oplog: RedisOpLog,
         store: ObjectStore,
         dispatcher: dispatch.Dispatcher,
-        celery: Celery,
+        celery: dispatch.App,
         streams: TokenStreams,
     ) -> Parts:
         """The parts over these servers."""
@@ -177,7 +176,7 @@ def maintenance(parts: Parts) -> MaintenanceRunner:
     tasks: dict[str, MaintenanceTask] = {
         # Its leader's lease had this name in every version, and one leader at a time is the point.
         "ringing": Redispatcher(
-            parts.oplog, parts.dispatcher.send, parts.settings.engine, connect(parts.celery.conf.broker_url)
+            parts.oplog, parts.dispatcher.send, parts.settings.engine, connect(parts.celery.redis_url)
         ),
         "sessions": SessionExpiry(
             parts.oplog, parts.lifecycle, parts.records, teardown, parts.settings.engine.session_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,12 +11,10 @@ from typing import Any
 
 import pytest
 import redis
-from celery import Celery
 from kombu import Consumer, Exchange, Queue
 
 from app import dispatch
-from app.dispatch import Dispatcher, TaskEvents, TickSender, celery_app
-from app.errors import SetupError
+from app.dispatch import App, Dispatcher, TaskEvents, TickSender, celery_app
 from app.settings import RedisSettings, Settings
 from app.stores.redis.client import connect
 from app.stores.redis.types import Holder
@@ -43,11 +40,11 @@ def broker(url: str) -> Iterator[redis.Redis]:
         client.flushall()
 
 
-def at(url: str, tmp_path: Path) -> Celery:
+def at(url: str, tmp_path: Path) -> App:
     return celery_app(Settings(data_dir=tmp_path, redis=RedisSettings(url=url)))
 
 
-def away(tmp_path: Path) -> Celery:
+def away(tmp_path: Path) -> App:
     return at(f"redis://127.0.0.1:{free_port()}/0", tmp_path)
 
 
@@ -79,17 +76,6 @@ def test_over_tls_a_certificate_that_is_not_trusted_is_refused_before_the_passwo
         trusted = at(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={certificate}", tmp_path)
         sent(Dispatcher(trusted), "m:0")
         assert has(trusted, "m:0")
-
-
-def test_the_dashboard_gets_the_tls_options_of_the_url(tmp_path: Path):
-    """Flower reads them from Celery's settings alone."""
-    options = {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_ca_certs": "/ca.pem"}
-    assert at("rediss://a:1/0?ssl_ca_certs=/ca.pem", tmp_path).conf.broker_use_ssl == options
-    unchecked = at("rediss://a:1/0?ssl_cert_reqs=none", tmp_path)
-    assert unchecked.conf.broker_use_ssl == {"ssl_cert_reqs": ssl.CERT_NONE}
-    with pytest.raises(SetupError, match="ssl_cert_reqs=REQUIRED; write required"):
-        at("rediss://a:1/0?ssl_cert_reqs=REQUIRED", tmp_path)
-    assert not at("redis://a:1/0", tmp_path).conf.broker_use_ssl
 
 
 def test_a_worker_that_sends_itself_ticks_sees_that_the_broker_is_full(url: str, broker: redis.Redis, tmp_path: Path):
@@ -146,8 +132,8 @@ def sent(dispatcher: Dispatcher, request_id: str) -> None:
     dispatcher.send("forward", request_id, "session:train:0", "train.base")
 
 
-def has(celery: Celery, request_id: str) -> bool:
-    with connect(celery.conf.broker_url) as broker:
+def has(celery: App, request_id: str) -> bool:
+    with connect(celery.redis_url) as broker:
         return any(f'"{request_id}"'.encode() in message for message in broker.lrange("train.base", 0, -1))
 
 
@@ -293,7 +279,7 @@ def test_a_message_in_hand_is_known_to_its_worker_alone(url: str, broker: redis.
         message.ack()
         assert message.acknowledged
         assert _changes(broker) == changed
-        assert connect(celery.conf.broker_url).keys("*unacked*") == []
+        assert connect(celery.redis_url).keys("*unacked*") == []
 
 
 def test_a_worker_that_stops_gives_back_the_messages_in_hand(url: str, broker: redis.Redis, tmp_path: Path):

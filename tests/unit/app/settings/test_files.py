@@ -23,6 +23,8 @@ def test_a_key_that_the_file_and_the_environment_name_is_one_key(tmp_path: Path)
         ("redis://a:1", "redis://a:1/1"),
         ("redis://:p%40ss@a:1/3", "redis://:p%40ss@a:1/4"),
         ("rediss://a:1/0?ssl_ca_certs=/ca.pem", "rediss://a:1/1?ssl_ca_certs=/ca.pem"),
+        ("redis://a:1?db=3", "redis://a:1/4"),
+        ("redis://a:1/0?protocol=3&db=3&client_name=x", "redis://a:1/4?protocol=3&client_name=x"),
     ],
 )
 def test_without_a_broker_the_next_database_is_it_under_the_same_options(state: str, broker: str) -> None:
