@@ -201,7 +201,7 @@ def _reach(url: str, connect_to: Callable[[str], redis.Redis]) -> None:
             client.ping()
     except NotDurable as error:
         raise SetupError(f"cannot use Redis at {without_secrets(url)}: {error}") from None
-    except (redis.RedisError, ValueError) as error:
+    except (redis.RedisError, ValueError, TypeError) as error:  # TypeError: an option that redis-py does not know
         raise SetupError(
             f"cannot use Redis at {without_secrets(url)}: {error}; start it, or correct its URL (--redis, or [redis] "
             "in the settings); without a URL, `tinsmith up` starts an embedded server"

@@ -212,6 +212,11 @@ def test_a_url_that_is_not_redis_is_named():
         checks.state_server("http://127.0.0.1:1")
 
 
+def test_an_option_that_redis_py_does_not_know_is_named(tmp_path):
+    with start_valkey(tmp_path) as url, pytest.raises(SetupError, match=r"cannot use Redis at .*'socket_timeouts'"):
+        checks.state_server(f"{url}?socket_timeouts=5")
+
+
 def test_an_outside_redis_that_may_lose_calls_is_refused_with_the_settings_to_change(tmp_path):
     with start_valkey(tmp_path, options=("--appendonly", "no", "--maxmemory-policy", "allkeys-lru")) as url:
         settings = Settings(data_dir=tmp_path, redis=RedisSettings(url=url))
