@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from app.errors import BadRequest
@@ -18,6 +19,7 @@ MAX_SEQ = 2**31 - 1
 MAX_NUMBER = 10**9 - 1
 """The largest number that a client gives a model, a sampling session or a custom loss."""
 CHECKPOINT_KINDS = ("weights", "sampler_weights", "external_weights")
+CHECKPOINT_KINDS_TEXT = ", ".join(CHECKPOINT_KINDS[:-1]) + f" or {CHECKPOINT_KINDS[-1]}"
 _OPENAI = uuid.uuid5(uuid.NAMESPACE_URL, "/oai/api/v1")
 _COPIES = uuid.uuid5(uuid.NAMESPACE_URL, "/api/v1/copy_weights")
 _SESSIONS = uuid.uuid5(uuid.NAMESPACE_URL, "/api/v1/create_session")
@@ -141,6 +143,11 @@ def parent_of(request_id: str) -> str:
     return request_id.rpartition(":")[0]
 
 
+def newest_first(ids: Iterable[str]) -> list[str]:
+    """The models or samplers of one session by their numbers, which count up."""
+    return sorted(ids, key=seq_of, reverse=True)
+
+
 def seq_of(request_id: str) -> int:
     """The seq of a call."""
     return int(request_id.rpartition(":")[2])
@@ -204,16 +211,19 @@ class TinkerPath:
 
     @classmethod
     def parse(cls, text: str) -> TinkerPath:
-        """Raises BadRequest when `text` is not such a path."""
+        """Raises BadRequest when `text` is not such a path. The message names the part that is wrong."""
+        wrong = f"{text[:200]!r} is not a checkpoint path: "
         parts = text.removeprefix("tinker://").split("/")
-        if text.startswith("tinker://") and len(parts) == 3:
-            run, kind, name = parts
-            if is_model_id(run) and kind in CHECKPOINT_KINDS and _NAME.fullmatch(name):
-                return cls(run, kind, name)
-        raise BadRequest(
-            f"{text[:200]!r} is not a checkpoint path: expected tinker://<training run>/<kind>/<name> "
-            f"with kind one of {', '.join(CHECKPOINT_KINDS)}"
-        )
+        if not text.startswith("tinker://") or len(parts) != 3:
+            raise BadRequest(
+                f"{wrong}expected tinker://<training run>/<kind>/<name>, with kind {CHECKPOINT_KINDS_TEXT}"
+            )
+        run, kind, name = parts
+        if not is_model_id(run):
+            raise BadRequest(f"{wrong}{run[:80]!r} is not a training run id, which is <session>:train:<n>")
+        if kind not in CHECKPOINT_KINDS:
+            raise BadRequest(f"{wrong}{kind[:80]!r} is not a kind of checkpoint: use {CHECKPOINT_KINDS_TEXT}")
+        return cls(run, kind, check_name(name))
 
 
 def check_name(name: str) -> str:

@@ -15,6 +15,7 @@ from app.api.base import blueprint as make
 from app.api.examples import CAPABILITIES
 from app.domain.progress import Recorded
 from app.errors import RequestError
+from app.settings import Settings
 from app.telemetry import QUEUES, exposition
 from app.wire.bodies import VALUES_EACH_PART
 from app.wire.telemetry import recorded
@@ -54,16 +55,26 @@ class ClientConfig(SdkSchema):
     use_pyqwest_transport = fields.Boolean()
 
 
+def chunk_limits(settings: Settings) -> tuple[int, int]:
+    """The most datums of a chunk of a batch, and the most bytes by the SDK's estimate."""
+    limits = settings.limits
+    parts = limits.json_values // VALUES_EACH_PART - _OWN_PARTS
+    # The SDK's count is an estimate of the body, so it may take half of what a body may have.
+    most_bytes = min(_CHUNK_BYTES, settings.api.max_body_bytes // 2, _TOKEN_BYTES * limits.batch_tokens)
+    return min(_CHUNK_DATUMS, limits.datums, parts // _DATUM_PARTS), most_bytes
+
+
 @client_blueprint.route("/client/config", methods=["POST"])
 @client_blueprint.response(200, ClientConfig)
 def client_config() -> dict[str, Any]:
     """Return the SDK features that this server supports."""
     settings = services().settings
-    limits = settings.limits
-    parts = limits.json_values // VALUES_EACH_PART - _OWN_PARTS
+    chunk_datums, chunk_bytes = chunk_limits(settings)
     return {
         "pjwt_auth_enabled": settings.api.pjwt_auth_enabled,
-        "parallel_fwdbwd_chunks": True,
+        # With it, the SDK (0.38) sends the first chunk of a batch last. After an error in another chunk it never sends
+        # the first one, and all later calls of that client wait for ever.
+        "parallel_fwdbwd_chunks": False,
         "proto_write_fwdbwd": True,
         "proto_compress_fwdbwd": settings.api.compress_batches,
         "fwd_via_fwdbwd": True,
@@ -72,11 +83,8 @@ def client_config() -> dict[str, Any]:
         "custom_loss_server_side": True,
         "sample_join_sampling_session": True,
         "sample_max_concurrent_requests": services().quotas.most_samples(current_caller(), settings.concurrent_samples),
-        "fwdbwd_max_chunk_len": min(_CHUNK_DATUMS, limits.datums, parts // _DATUM_PARTS),
-        # The SDK's count is an estimate of the body, so it may take half of what a body may have.
-        "fwdbwd_max_chunk_bytes_count": min(
-            _CHUNK_BYTES, settings.api.max_body_bytes // 2, _TOKEN_BYTES * limits.batch_tokens
-        ),
+        "fwdbwd_max_chunk_len": chunk_datums,
+        "fwdbwd_max_chunk_bytes_count": chunk_bytes,
         # The SDK's default, pyqwest, can lose the cancellation of the SDK's heartbeat (Python 3.11). Then `close` waits
         # for that task for ever: 70 of 300 closes at a heartbeat every 0.05 s, none of 1,000 with httpx.
         "use_pyqwest_transport": False,

@@ -7,6 +7,7 @@ ANTHROPIC it has the form of Anthropic's: {"type": "error", "error": {"type", "m
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -52,6 +53,8 @@ _SERVED = {
     OPENAI: "/completions, /chat/completions and /models",
     ANTHROPIC: "/v1/messages, /v1/messages/count_tokens and /v1/models",
 }
+_CHECKPOINT_URL = re.compile("/api/v1/training_runs/[^/]+/checkpoints/")
+_CHECKPOINT_IDS = "weights/NAME, sampler_weights/NAME or external_weights/NAME"
 _NAMELESS = ("json", "query", "_schema")
 
 
@@ -65,6 +68,9 @@ class TinsmithApi(Api):  # type: ignore[misc]
         if error.code == 404 and served:
             message = f"{request.method} {request.path[:200]} is not served here; this server has {served}"
             return _answer(message, _UNKNOWN_URL, 404)
+        if error.code in (404, 405) and _CHECKPOINT_URL.match(request.path):
+            message = f"{request.method} {request.path[:200]} is not served: a checkpoint id is {_CHECKPOINT_IDS}"
+            return _answer(message, error.name, error.code)
         return _answer(describe(error), error.name, error.code or 500)
 
 

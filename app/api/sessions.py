@@ -178,7 +178,7 @@ class SessionContent(SdkSchema):
 @blueprint.arguments(Scoped(), location="query")
 @blueprint.response(200, SessionContent)
 def get_session(_: dict[str, Any], session_id: str) -> dict[str, Any]:
-    """Return the runs and samplers of a session."""
+    """Return the runs and samplers of a session, newest first."""
     return services().sessions.describe(session_id, current_caller())
 
 

@@ -24,6 +24,7 @@ from app.api.base import (
     at_most,
     batch_content,
     check_metadata,
+    content,
     counter,
     current_caller,
     identifier,
@@ -34,6 +35,7 @@ from app.api.base import (
     services,
 )
 from app.api.base import blueprint as make
+from app.api.client import chunk_limits
 from app.api.errors import NOT_UNICODE, describe
 from app.api.examples import FORWARD_BACKWARD, OPTIM_STEP, SAVE_WEIGHTS
 from app.api.futures import Promise
@@ -302,6 +304,15 @@ def _refuse_seq(reason: str, gradient: bool) -> bool:
         envelope = read_envelope()
     except (RequestError, HTTPException):
         return True
-    kind: RefusalKind = "lost_batch" if gradient and not envelope.forward_only else "skip"
+    loses = gradient and not envelope.forward_only
+    kind: RefusalKind = "skip" if not loses else "forward_backward" if _may_be_a_chunk(envelope) else "lost_batch"
     kept = reason.encode(errors="backslashreplace").decode()  # a field's name may be the invalid text
     return services().admission.refuse(envelope.model_id, envelope.seq, current_caller(), kept, kind)
+
+
+def _may_be_a_chunk(envelope: Envelope) -> bool:
+    """True for a batch so large that another chunk may follow. The SDK sends that chunk also after a refusal, and it
+    must not pass for the corrected batch. The SDK begins a new chunk where one has the most datums, or where the next
+    datum would make it too large."""
+    datums, most_bytes = chunk_limits(services().settings)
+    return envelope.datums >= datums or len(content()) >= most_bytes // 4

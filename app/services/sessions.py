@@ -109,11 +109,11 @@ class SessionService:
         return [id_ for _, id_ in page.of(found)[0]]
 
     def describe(self, session_id: str, caller: Caller) -> dict[str, Any]:
-        """The session's models, samplers and metadata. Raises NotFound."""
+        """The session's models and samplers, newest first, and its metadata. Raises NotFound."""
         session = load_readable(self._records, Session, session_id, caller)
         return {
-            "training_run_ids": list(self._records.ids(Model.namespace, ids.model_prefix(session_id))),
-            "sampler_ids": list(self._records.ids(Sampler.namespace, ids.sampler_prefix(session_id))),
+            "training_run_ids": ids.newest_first(self._records.ids(Model.namespace, ids.model_prefix(session_id))),
+            "sampler_ids": ids.newest_first(self._records.ids(Sampler.namespace, ids.sampler_prefix(session_id))),
             "user_metadata": texts(session.user_metadata),
             "display_name": session.display_name or None,
         }

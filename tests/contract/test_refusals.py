@@ -30,6 +30,31 @@ def test_a_bad_batch_is_refused_by_value_and_the_model_lives_on(training: tinker
     assert train(training, 2)[0] > 0
 
 
+CHUNK = [datum([5, 6])] * 1024
+BAD = datum([5, 4000])
+
+
+def test_a_batch_refused_in_its_second_chunk_leaves_the_client_usable(training: tinker.TrainingClient):
+    with pytest.raises(tinker.BadRequestError, match="4000"):
+        training.forward([*CHUNK, BAD], "cross_entropy").result()
+    after = training.forward(supervised(), "cross_entropy").result(timeout=60)
+    assert after.metrics["loss:sum"] > 0
+
+
+@pytest.mark.parametrize("batch", [[BAD, *CHUNK], [*CHUNK, BAD]], ids=["its first chunk", "its second chunk"])
+def test_no_step_is_taken_on_the_other_chunk_of_a_refused_batch(training: tinker.TrainingClient, batch):
+    """The SDK sends the next chunk and the step before its caller can know of the refusal."""
+    before = training.forward(supervised(), "cross_entropy").result()
+    refused, step = training.forward_backward(batch, "cross_entropy"), training.optim_step(ADAM)
+    with pytest.raises(tinker.BadRequestError, match="4000"):
+        refused.result()
+    with pytest.raises(tinker.RequestFailedError, match=r"no step was taken.*4000"):
+        step.result(timeout=60)
+    after = training.forward(supervised(), "cross_entropy").result()
+    assert before.metrics["loss:sum"] == after.metrics["loss:sum"]
+    assert train(training, 2)[1] < before.metrics["loss:sum"], "the run goes on"
+
+
 def test_an_infinite_ratio_fails_the_future_by_datum_and_changes_nothing(training: tinker.TrainingClient):
     good = policy()
     bad = datum(TOKENS, logprobs=[-1e30] * len(TOKENS), advantages=[1.0] * len(TOKENS))

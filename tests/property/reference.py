@@ -35,6 +35,8 @@ class Reference:
         """Consumes a seq that was refused."""
         if kind == "lost_batch":
             self.window.append("refused")
+        if kind == "forward_backward":
+            self.window.append("failed")
         if kind == "drop_gradients":
             self._drop()
             self.window = ["dropped"]

@@ -180,7 +180,8 @@ class Redispatcher:
         for seq in range(pending.seq, pending.seq + _GAP_MOST):
             reason = (
                 f"seq_id {seq} did not arrive within {self._settings.gap_s:.0f} s: this call and the other gradients "
-                "of the same step were dropped; run the batch again"
+                "of the same step were dropped; run the batch again (the SDK may have raised an error for the missing "
+                "call before it sent it)"
             )
             if not self._oplog.refuse(pending.id, seq, reason, "drop_gradients"):
                 return  # the first seq that has arrived

@@ -15,9 +15,9 @@ Record = Mapping[str, str]
 Write = tuple[str, str, Record]
 """(namespace, id, fields): a record that is written in the same atomic step as a commit."""
 
-RefusalKind = Literal["skip", "lost_batch", "drop_gradients"]
-"""The effect of a consumed seq when its turn comes: none, one lost gradient, or one lost gradient and all pending ones
-dropped."""
+RefusalKind = Literal["skip", "lost_batch", "forward_backward", "drop_gradients"]
+"""The effect of a consumed seq when its turn comes: none; one lost gradient, which the same batch sent again replaces;
+one that nothing replaces, as of a forward_backward that fails; or one lost gradient and all pending ones dropped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ local function doom(model, seq, reason)
 end
 
 -- part: bounds
--- The SDK sends the parts of one call at the same time, the first one last, and other calls one after the other. A call
--- with MOST_MISSING parts would have a million datums. Each missing seq that is given up costs an entry of about 1 kB.
+-- The SDK sends all calls one after the other. Only clients of an earlier version of the server send the parts of one
+-- call at the same time, the first one last. A call with MOST_MISSING parts would have a million datums. Each missing seq that is given up costs an entry of about 1 kB.
 local MOST_MISSING = 1024
 
 -- Returns true if more than MOST_MISSING seqs before `seq` have not arrived.
@@ -93,10 +93,11 @@ local function is_awaited(applied, let_in)
          and redis.call('ZCOUNT', 'tinsmith:journal:' .. model, '(' .. seq, '+inf') > 0
 end
 
--- The SDK sends the first part of a large batch last, and nothing behind the batch before that. The second part passed
--- the rate limits itself; later calls of other kinds did not, and do not count here. Ops that were journaled before the
--- model's last exempt call (up to the seq `exempted`) exempt no second one, or else many small Ops, sent ahead one seq
--- apart, would exempt all large ones between them.
+-- A client that began under an earlier version of the server (with parallel_fwdbwd_chunks) sends the first part of a
+-- large batch last, and nothing behind the batch before that. The second part passed the rate limits itself; later calls
+-- of other kinds did not, and do not count here. Ops that were journaled before the model's last exempt call (up to the
+-- seq `exempted`) exempt no second one, or else many small Ops, sent ahead one seq apart, would exempt all large ones
+-- between them.
 local function is_awaited_by_parts(applied, exempted)
   if seq ~= applied + 1 or seq < tonumber(exempted or 0) then return false end
   local kind = redis.call('HGET', 'tinsmith:op:' .. model .. ':' .. (seq + 1), 'kind')
@@ -174,7 +175,7 @@ return content.answered(admit())
 -- script: refuse flags=allow-oom
 -- needs: bounds, doom, no_room, now_ms, train_queue
 -- Consume a seq that will never run. If that loses a gradient, doom the Ops behind it, up to the next optim_step.
--- ARGV: model id, seq, reason, kind to journal (skip | lost_batch | drop_gradients).
+-- ARGV: model id, seq, reason, kind to journal (skip | lost_batch | forward_backward | drop_gradients).
 -- Returns 1, or 0 when the seq is taken, when too many seqs before it are missing, or when the model has ended or its
 -- creation failed.
 local model, seq, reason = ARGV[1], tonumber(ARGV[2]), ARGV[3]

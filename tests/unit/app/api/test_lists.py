@@ -172,6 +172,12 @@ def test_sessions_come_newest_first_and_say_what_is_in_them(api: Api, stranger: 
     assert (found.user_metadata, found.display_name) == ({"n": "1"}, "nightly")
 
 
+def test_the_runs_of_a_session_come_newest_first(api: Api) -> None:
+    session = api.session()
+    runs = [api.model(session, model_seq_id=number) for number in range(12)]
+    assert api.get(f"sessions/{session}").json["training_run_ids"] == runs[::-1]
+
+
 def test_another_ones_session_looks_missing(api: Api, stranger: Api) -> None:
     session = api.session()
     for tail in ("", "/trace_export"):

@@ -264,6 +264,24 @@ def test_a_malformed_batch_is_refused(api: Api, spoil: Any, word: str) -> None:
     assert api.services.oplog.entry(model, 1).kind == "lost_batch"
 
 
+def many_datums(message: sdk.ForwardBackwardRequest) -> None:
+    message.data.extend([message.data[0]] * 1023)
+
+
+def large_datum(message: sdk.ForwardBackwardRequest) -> None:
+    message.data.add().model_input.add().encoded_text.tokens = bytes(200_000)
+
+
+@pytest.mark.parametrize("enlarge", [many_datums, large_datum])
+def test_a_refused_batch_that_another_chunk_may_follow_is_replaced_by_none(api: Api, enlarge: Any) -> None:
+    model = api.model()
+    bad = batch(model, 1, target_tokens=[VOCAB, 3, 4])
+    enlarge(bad)
+    assert api.forward_backward(bad).status_code == 400
+    assert api.services.oplog.entry(model, 1).kind == "forward_backward"
+    assert api.services.oplog.entry(model, 1).doomed
+
+
 BAD_STEPS: dict[str, tuple[dict[str, Any], int, list[str]]] = {
     "negative rate": ({"adam_params": {"learning_rate": -1.0}}, 400, ["learning_rate", "-1.0"]),
     "beta1 of 1": ({"adam_params": {"beta1": 1.0}}, 400, ["beta1", "1.0", "below 1"]),

@@ -184,6 +184,25 @@ def test_a_step_behind_a_lost_gradient_fails_drops_the_rest_and_the_run_goes_on(
     assert logprob_bytes(probe(world.worker("a/3"), world, 6)) == expected
 
 
+def test_nothing_replaces_a_refused_batch_that_other_chunks_may_follow(world: World):
+    """The next chunk was sent after the refusal, as the same batch is when it is sent again."""
+    world.oplog.refuse(MODEL, 1, "tokens out of range", "forward_backward")
+    for seq, op in enumerate(step(0), 2):
+        world.admit(seq, op)
+    first = world.worker("a/1")
+    for seq in (0, 1, 2):
+        first.handle(seq)
+    heir = world.worker("a/2")
+    lost = heir.handle(3)
+    assert lost is not None and lost.failed
+    assert "tokens out of range" in json.loads(lost.body)["error"]
+    for seq, op in enumerate(step(1), 4):
+        world.admit(seq, op)
+        heir.handle(seq)
+    expected = undisturbed(world, [1])
+    assert logprob_bytes(probe(world.worker("a/3"), world, 6)) == expected
+
+
 def test_a_step_that_was_given_up_leaves_no_gradient_to_count_twice(world: World):
     worker = world.worker("a/1")
     world.admit(1, step(0)[0])
