@@ -1,14 +1,18 @@
-"""Stand-in for downloads from the Hugging Face Hub: lists of files, and the files, of the models in a folder."""
+"""Stand-in for downloads from the Hugging Face Hub: lists of files, and the files, of the models in a folder. It can be
+silent."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.http_server import Handler, serving
 
@@ -22,20 +26,38 @@ _FILE = re.compile(r"/([\w-]+/[\w-]+)/resolve/\w+/(.+)")
 class Hub:
     """`repos`: the folder of each model. The files of those in `gated` are refused, and the weights of those in
     `cut_off` end early.
-    `sent`: the names of the files that were sent."""
+    `sent`: the names of the files that were sent. `asked`: the models that were asked for, once for each request. While
+    `awake` is not set, it accepts connections, and answers nothing."""
 
     url: str = ""
     repos: dict[str, Path] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     cut_off: set[str] = field(default_factory=set)
     sent: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    awake: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.awake.set()
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
+    """Lets this process fetch from the Hub at this address, into this cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+    form = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", form)
 
 
 @contextlib.contextmanager
 def hub_of_models() -> Iterator[Hub]:
     found = Hub()
     with serving(_handler(found)) as found.url:
-        yield found
+        try:
+            yield found
+        finally:
+            found.awake.set()
 
 
 def _handler(hub: Hub) -> type[Handler]:
@@ -44,8 +66,15 @@ def _handler(hub: Hub) -> type[Handler]:
             self.do_GET()
 
         def do_GET(self) -> None:
+            with contextlib.suppress(ConnectionError):  # a client that waited for a silent Hub may have gone
+                self._answer()
+
+        def _answer(self) -> None:
             path = self.path.partition("?")[0]
             match = next((found for form in (_DESCRIBED, _LISTED, _FILE) if (found := form.fullmatch(path))), None)
+            if match:
+                hub.asked.append(match[1])
+            hub.awake.wait(60)
             folder = hub.repos.get(match[1]) if match else None
             if match is None or folder is None:
                 self._refuse(404, "RepoNotFound")

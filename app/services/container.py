@@ -31,6 +31,7 @@ from app.services.tenants.usage import UsageService
 from app.services.training import CustomLossService, RouteService, TrainingService
 from app.settings import Settings, tenants
 from app.signing import UrlSigner
+from app.stores.hub_cache import HubCache
 from app.stores.objects import create
 from app.stores.objects.accounts import AccountFiles
 from app.stores.objects.archives import ArchiveFiles
@@ -123,7 +124,7 @@ def build(settings: Settings) -> Services:
     limits = LimitsFinder(records, settings.limits.project)
     quotas = QuotaService(limits, RedisQuotas(client, settings.engine), spending)
 
-    bases = BaseModels(settings, records)
+    bases, hub_cache = BaseModels(settings, records), HubCache()
     dispatcher = Dispatcher(celery_app(settings))
     admission = AdmissionService(oplog, records, dispatcher, limits, settings, spending)
     teardown = Teardown(lifecycle, records, objects, dispatcher.wake)
@@ -179,10 +180,10 @@ def build(settings: Settings) -> Services:
         ),
         cancels=cancels,
         openai=OpenAiService(
-            bases, samplers, admission, quotas, poll_limiter, result_stream, captures, settings.limits
+            bases, samplers, admission, quotas, poll_limiter, result_stream, captures, settings.limits, hub_cache
         ),
         captures=captures,
-        hub=HubService(settings, bases),
+        hub=HubService(settings, bases, hub_cache),
         audit=AuditService(ledgers, records),
         usage=UsageService(ledgers, records, settings.prices_of),
         tracer=create_tracer(settings.tracing, "tinsmith-api"),

@@ -8,27 +8,21 @@ served, and no path is built from the request.
 from __future__ import annotations
 
 import hashlib
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from app import ids
-from app.domain.records import CONFIG_FILE, PROCESSOR_FILES, TEMPLATE_FOLDER, TOKENIZER_FILES
-from app.errors import EntryNotFound, RepoNotFound, RevisionNotFound, Unavailable
+from app.errors import BadRequest, EntryNotFound, RepoNotFound, RevisionNotFound
 from app.services.base_models import BaseModels
 from app.settings import Settings
+from app.stores.hub_cache import FILES, TEMPLATES, HubCache
 
 _BRANCH = "main"
-_FILES = (CONFIG_FILE, *TOKENIZER_FILES, *PROCESSOR_FILES)
-_TEMPLATES = f"{TEMPLATE_FOLDER}/*.jinja"
 # SDK and cookbook load this tokenizer for every model of the family, because Meta's own repositories require accepting
 # a licence.
 _LLAMA_3, _OPEN_LLAMA_3 = "meta-llama/Llama-3", "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
-_TRY_AGAIN_S = 60.0
-_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +61,10 @@ class HubService:
     """Serves tokenizer repositories. Files may change while the server runs: every request checks them, and changed
     files are read again."""
 
-    def __init__(self, settings: Settings, bases: BaseModels) -> None:
+    def __init__(self, settings: Settings, bases: BaseModels, cache: HubCache) -> None:
         served = settings.api.tokenizers != "local"
         self._sources = _sources(bases) if served else {}
-        self._fetched: dict[str, Path] = {}
-        self._failed: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self._cache = cache
 
     def repository(self, repo_id: str, revision: str = _BRANCH) -> Repository:
         """The repository with this id. Raises RepoNotFound, RevisionNotFound, or Unavailable when the files cannot be
@@ -80,7 +72,10 @@ class HubService:
         source = self._sources.get(repo_id)
         if source is None:
             raise RepoNotFound(f"no tokenizer of {repo_id[:200]!r} is served here; the names of base models are served")
-        files = _files(source if source.is_dir() else self._fetch(str(source)))
+        try:
+            files = _files(self._cache.folder(source))
+        except BadRequest as error:
+            raise RepoNotFound(str(error)) from None
         if not files:
             raise RepoNotFound(
                 f"the API cannot read the tokenizer of {repo_id}; put its files into a folder that the API can read "
@@ -93,50 +88,23 @@ class HubService:
             )
         return Repository(repo_id, commit, files)
 
-    def _fetch(self, source: str) -> Path:
-        """The tokenizer's folder in the hub cache, downloaded if needed. Raises Unavailable."""
-        if source in self._fetched:
-            return self._fetched[source]
-        # Anybody may send this request, and a Hub that is away is slow to fail. So one thread waits for the Hub, and
-        # the others wait only for a moment.
-        if not self._lock.acquire(timeout=_PATIENCE_S):
-            raise Unavailable(f"the tokenizer of {source} is being fetched; try again soon")
-        try:
-            return self._fetched.get(source) or self._fetch_now(source)
-        finally:
-            self._lock.release()
 
-    def _fetch_now(self, source: str) -> Path:
-        from huggingface_hub import snapshot_download
-
-        if time.monotonic() < self._failed.get(source, 0.0):
-            raise Unavailable(f"the tokenizer of {source} could not be fetched; try again in a minute")
-        try:
-            self._fetched[source] = Path(snapshot_download(source, allow_patterns=[*_FILES, _TEMPLATES]))
-        except (OSError, ValueError) as error:
-            self._failed[source] = time.monotonic() + _TRY_AGAIN_S
-            raise Unavailable(
-                f"the tokenizer of {source} cannot be fetched: {type(error).__name__}; try again in a minute"
-            ) from None
-        return self._fetched[source]
-
-
-def _sources(bases: BaseModels) -> dict[str, Path]:
+def _sources(bases: BaseModels) -> dict[str, str]:
     """Tokenizer sources by every id that a client may request. A base model's full name takes precedence over a
     shortened hub id."""
-    sources = {name: Path(bases.tokenizer(name)) for name in bases.names()}
+    sources = {name: bases.tokenizer(name) for name in bases.names()}
     served = dict(sources)
     for name, source in sources.items():
         served.setdefault(ids.hub_id(name), source)
         if name.startswith(_LLAMA_3):
             served.setdefault(_OPEN_LLAMA_3, source)
-        if not source.is_dir():
-            served.setdefault(str(source), source)
+        if not Path(source).is_dir():
+            served.setdefault(source, source)
     return served
 
 
 def _files(folder: Path) -> dict[str, HubFile]:
-    paths = [*(folder / name for name in _FILES), *sorted(folder.glob(_TEMPLATES))]
+    paths = [*(folder / name for name in FILES), *sorted(folder.glob(TEMPLATES))]
     return {path.relative_to(folder).as_posix(): _file(path) for path in paths if path.is_file()}
 
 

@@ -58,7 +58,7 @@ def transformers_tokenizer(folder: Path, case: str) -> PreTrainedTokenizerFast:
 
 def tokens_of(folder: Path, messages: list[dict[str, Any]], tools: list[dict], prefill: str = "") -> list[int]:
     """The tokens that a call of OpenAI's or Anthropic's clients gives to the sampler."""
-    tokenizer = read(str(folder))
+    tokenizer = read(folder)
     return tokenizer.encode_rendered(tokenizer.chat_text(for_template(messages), tools) + prefill, CONTEXT).tolist()
 
 
@@ -86,4 +86,4 @@ def test_a_text_has_the_tokens_that_transformers_gives_it(tmp_path: Path):
     byte_tokenizer(tmp_path)
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     text = f" a  {END}\n\tü😀"
-    assert read(str(tmp_path)).encode(text).tolist() == theirs.encode(text)
+    assert read(tmp_path).encode(text).tolist() == theirs.encode(text)

@@ -39,7 +39,7 @@ def test_the_api_counts_as_transformers_does(tmp_path: Path, case: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "image_token_id": 7}))
     for name, content in FILES[case].items():
         (tmp_path / name).write_text(json.dumps(content))
-    counted, processor = read(str(tmp_path)), AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    counted, processor = read(tmp_path), AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     sizes = [(w, h) for w in LENGTHS for h in LENGTHS if max(w, h) <= 200 * min(w, h)]
     wanted = [processor.get_number_of_image_patches(h, w, {}) // processor.merge_size**2 for w, h in sizes]
     assert [counted.count(w, h) for w, h in sizes] == wanted

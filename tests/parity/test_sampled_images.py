@@ -114,6 +114,6 @@ def test_a_prompt_with_an_image_of_other_tokens_is_refused_and_the_next_one_runs
 
 def test_images_of_a_chat_that_the_api_counts_and_places_are_sampled(pair: Pair) -> None:
     files = [ImageFile("it", one.format, one.data) for one in (image(40, 11, 1), image(9, 33, 2, form="jpeg"))]
-    placed = read(str(pair.base)).place(np.array([1, PLACEHOLDER, 2, PLACEHOLDER], np.int32), files)
+    placed = read(pair.base).place(np.array([1, PLACEHOLDER, 2, PLACEHOLDER], np.int32), files)
     request = replace(REQUESTS[1], prompt=placed.tokens, images=tuple(placed.images))
     assert len(pair.sample([request])[0].sequences) == 2

@@ -39,8 +39,9 @@ def test_the_domain_alone_loads_no_web_framework() -> None:
 def test_a_tokenizer_loads_no_gpu_library(tmp_path: Path) -> None:
     folder = byte_tokenizer(tmp_path)
     code = f"""
+from pathlib import Path
 from app.services.openai.tokenizer import read
-tokenizer = read({str(folder)!r})
+tokenizer = read(Path({str(folder)!r}))
 tokenizer.encode_rendered(tokenizer.chat_text([{{"role": "user", "content": "hi"}}], []), 1000)"""
     assert not loaded(code) & WORKERS
 

@@ -11,6 +11,7 @@ import binascii
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from app.errors import BadRequest
 from app.services.base_models import BaseModels
 from app.services.openai.tokenizer import find_in, read_json
+from app.stores.hub_cache import HubCache
 from app.wire.images import ModelInput, check_file
 
 _QWEN = "Qwen2VLImageProcessor"
@@ -94,29 +96,30 @@ class ImageTokens:
 class ImageTokensOf:
     """The ImageTokens of the base models served, each read on first use."""
 
-    def __init__(self, bases: BaseModels) -> None:
-        self._bases = bases
+    def __init__(self, bases: BaseModels, cache: HubCache) -> None:
+        self._bases, self._cache = bases, cache
         self._read: dict[str, ImageTokens] = {}
 
     def __call__(self, base_model: str) -> ImageTokens:
         """Raises BadRequest for a model with images that the API cannot count, and Unavailable when its files cannot be
         fetched now."""
         if base_model not in self._read:
-            self._read[base_model] = read(self._bases.tokenizer(base_model))
+            source = self._bases.tokenizer(base_model)
+            self._read[base_model] = read(self._cache.folder(source), source)
         return self._read[base_model]
 
 
-def read(source: str) -> ImageTokens:
-    """The ImageTokens of a model, from the files beside its tokenizer in a folder or of a hub id. Raises BadRequest or
-    Unavailable."""
-    find = find_in(source)
+def read(folder: Path, source: str = "") -> ImageTokens:
+    """The ImageTokens of a model, from the files beside its tokenizer in a folder. `source` names it in messages of
+    errors. Raises BadRequest."""
+    find = find_in(folder)
     try:
         config = read_json(find, "config.json")
         # The same order of files as in transformers.
         nested = read_json(find, "processor_config.json").get("image_processor")
         return _of(config, nested or read_json(find, "preprocessor_config.json"))
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise BadRequest(f"the image processor of {source!r} cannot be read: {error}") from None
+        raise BadRequest(f"the image processor of {source or str(folder)!r} cannot be read: {error}") from None
 
 
 def _of(config: Mapping[str, Any], processor: Mapping[str, Any]) -> ImageTokens:

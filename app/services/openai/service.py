@@ -34,6 +34,7 @@ from app.services.sampling import SamplingService, check_size
 from app.services.tenants.access import check_role, list_fields, load_readable
 from app.services.tenants.limits import QuotaService
 from app.settings import LimitSettings
+from app.stores.hub_cache import HubCache
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump
 
@@ -92,11 +93,12 @@ class OpenAiService:
         result_stream: ResultStream,
         captures: CaptureService,
         limits: LimitSettings,
+        cache: HubCache,
     ) -> None:
         self._captures, self._limits = captures, limits
         self._bases, self._samplers, self._admission = bases, samplers, admission
         self._quotas, self._poll_limiter, self._result_stream = quotas, poll_limiter, result_stream
-        self._tokenizers, self._image_tokens_of = Tokenizers(bases), ImageTokensOf(bases)
+        self._tokenizers, self._image_tokens_of = Tokenizers(bases, cache), ImageTokensOf(bases, cache)
 
     def models(self, caller: Caller) -> list[dict[str, Any]]:
         """The models that a call can name as `model`."""

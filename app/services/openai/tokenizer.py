@@ -22,8 +22,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from app.domain.records import TEMPLATE_FOLDER
 from app.domain.sampling import CONTEXT_OVERFLOW
-from app.errors import BadRequest, TinsmithError, Unavailable
+from app.errors import BadRequest
 from app.services.base_models import BaseModels
+from app.stores.hub_cache import HubCache
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -122,8 +123,8 @@ class BaseTokenizer:
 class Tokenizers:
     """The tokenizers of the base models served, each read on first use."""
 
-    def __init__(self, bases: BaseModels) -> None:
-        self._bases = bases
+    def __init__(self, bases: BaseModels, cache: HubCache) -> None:
+        self._bases, self._cache = bases, cache
         self._read: dict[str, BaseTokenizer] = {}
         self._lock = threading.Lock()
 
@@ -132,17 +133,19 @@ class Tokenizers:
         tokenizer cannot be fetched now."""
         if base_model in self._read:  # no lock here: another model's tokenizer may still be loading
             return self._read[base_model]
+        source = self._bases.tokenizer(base_model)
+        folder = self._cache.folder(source)  # no lock here either: the Hub may be away
         with self._lock:
             if base_model not in self._read:
-                self._read[base_model] = read(self._bases.tokenizer(base_model))
+                self._read[base_model] = read(folder, source)
             return self._read[base_model]
 
 
-def read(source: str) -> BaseTokenizer:
-    """The tokenizer in a folder, or of a hub id. Raises BadRequest or Unavailable."""
+def read(folder: Path, source: str = "") -> BaseTokenizer:
+    """The tokenizer in a folder. `source` names it in messages of errors. Raises BadRequest."""
     from tokenizers import Tokenizer
 
-    find = find_in(source)
+    find, source = find_in(folder), source or str(folder)
     path = find("tokenizer.json")
     if path is None:
         raise BadRequest(
@@ -155,8 +158,6 @@ def read(source: str) -> BaseTokenizer:
         core.no_truncation()
         core.no_padding()
         return BaseTokenizer(core, _templates(find, config), _special(config))
-    except TinsmithError:  # the hub is away
-        raise
     except Exception as error:  # tokenizers raises nothing narrower for a damaged file
         raise BadRequest(f"the tokenizer {source!r} cannot be read: {error}") from None
 
@@ -177,13 +178,9 @@ def _special(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def find_in(source: str) -> Find:
-    """A function that finds a file of the tokenizer. `source`: a folder, or a hub id; a hub id's files are fetched
-    unless HF_HUB_OFFLINE is set."""
-    if source.startswith(("/", ".", "~")) or Path(source).is_dir():
-        folder = Path(source).expanduser()
-        return lambda name: folder / name if (folder / name).is_file() else None
-    return lambda name: _from_hub(source, name)
+def find_in(folder: Path) -> Find:
+    """A function that finds a file of the tokenizer in its folder."""
+    return lambda name: folder / name if (folder / name).is_file() else None
 
 
 def read_json(find: Find, name: str) -> dict[str, Any]:
@@ -191,27 +188,6 @@ def read_json(find: Find, name: str) -> dict[str, Any]:
     path = find(name)
     found = json.loads(path.read_text()) if path else {}
     return found if isinstance(found, dict) else {}
-
-
-def _from_hub(source: str, name: str) -> Path | None:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(source, name))
-    except LocalEntryNotFoundError:
-        # Offline, the cache cannot distinguish a file that was never fetched from a file that does not exist.
-        return None
-    except EntryNotFoundError:
-        return None
-    except HFValidationError:
-        raise BadRequest(
-            f"the tokenizer {source!r} is neither a folder here nor a hub id; correct base_models.tokenizer"
-        ) from None
-    except (HfHubHTTPError, OSError) as error:
-        raise Unavailable(
-            f"the tokenizer {source!r} cannot be fetched: {type(error).__name__}; try again soon"
-        ) from None
 
 
 def compile_template(text: str) -> Template:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import huggingface_hub
 import pytest
 from flask.testing import FlaskClient
 
@@ -17,6 +14,8 @@ from app.api.base import EXTENSION
 from app.services.base_models import BaseModels
 from app.services.hub import HubService
 from app.settings import ApiSettings, BaseModelSettings, Settings
+from app.stores.hub_cache import HubCache
+from tests.hub_of_models import hub_of_models, use_hub
 from tests.tokenizers import byte_tokenizer
 from tests.unit.app.conftest import BASE, Api
 
@@ -45,7 +44,7 @@ def serve(api: Api, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Serv
     def serve(path: Path | str, name: str = BASE, **api_settings: str) -> FlaskClient:
         base = BaseModelSettings(name=name, path=str(path))
         mine = settings.model_copy(update={"base_models": (base,), "api": ApiSettings(**api_settings)})
-        hub = HubService(mine, BaseModels(mine, api.services.records))
+        hub = HubService(mine, BaseModels(mine, api.services.records), HubCache())
         monkeypatch.setitem(api.client.application.extensions, EXTENSION, replace(api.services, hub=hub))
         return api.client
 
@@ -137,40 +136,43 @@ def test_a_tokenizer_of_the_hub_is_served_from_its_cache(
         assert client.get(f"/{asked}/resolve/main/config.json").data == b'{"model_type": "qwen3"}'
 
 
-def test_a_hub_that_is_away_is_not_asked_again_for_every_stranger(
+def test_a_hub_that_is_silent_is_not_asked_again_for_every_stranger(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
-    asked = []
-    fetch = huggingface_hub.snapshot_download
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **b: asked.append(a) or fetch(*a, **b))
-    client = serve("other/source")
-    answers = [client.get(f"/{BASE}/resolve/main/tokenizer.json") for _ in range(3)]
-    assert [(answer.status_code, float(answer.headers["Retry-After"]) > 0) for answer in answers] == [(503, True)] * 3
-    assert len(asked) == 1
+    monkeypatch.setattr("app.stores.hub_cache._ANSWER_S", 1)
+    monkeypatch.setattr("app.stores.hub_cache._PATIENCE_S", 60)
+    with hub_of_models() as hub:
+        hub.awake.clear()
+        use_hub(monkeypatch, hub.url, tmp_path)
+        client = serve("other/source")
+        answers = [client.get(f"/{BASE}/resolve/main/tokenizer.json") for _ in range(3)]
+        found = [(answer.status_code, float(answer.headers["Retry-After"]) > 0) for answer in answers]
+        assert found == [(503, True)] * 3
+        assert hub.asked == ["other/source"]
 
 
-def test_strangers_do_not_wait_in_a_row_for_a_hub_that_is_slow(
-    serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_tokenizer_that_is_not_in_the_cache_of_an_api_offline_is_not_served(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, over = threading.Event(), threading.Event()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    answer = serve("other/source").get(f"/{BASE}/resolve/main/tokenizer.json")
+    assert (answer.status_code, answer.headers["X-Error-Code"]) == (404, "RepoNotFound")
+    assert "HF_HUB_OFFLINE is set" in answer.text
 
-    def slow(*_: Any, **__: Any) -> str:
-        asked.set()
-        over.wait(60)
-        return str(folder)
 
-    monkeypatch.setattr("app.services.hub._PATIENCE_S", 0.01)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", slow)
-    client = serve("other/source")
-    path, answers = f"/{BASE}/resolve/main/config.json", []
-    threads = [threading.Thread(target=lambda: answers.append(client.get(path)), daemon=True) for _ in range(2)]
-    threads[0].start()
-    assert asked.wait(60)
-    threads[1].start()
-    threads[1].join(30)
-    assert [(answer.status_code, "is being fetched" in answer.text) for answer in answers] == [(503, True)]
-    over.set()
-    threads[0].join(60)
-    assert answers[1].status_code == client.get(path).status_code == 200
+def test_strangers_do_not_wait_for_a_hub_that_is_slow(
+    serve: Serve, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.stores.hub_cache._PATIENCE_S", 0.01)
+    path = f"/{BASE}/resolve/main/config.json"
+    with hub_of_models() as hub:
+        hub.repos["other/source"] = folder
+        use_hub(monkeypatch, hub.url, tmp_path / "cache")
+        client = serve("other/source")
+        hub.awake.clear()
+        answers = [client.get(path) for _ in range(2)]
+        assert [(answer.status_code, "is being fetched" in answer.text) for answer in answers] == [(503, True)] * 2
+        hub.awake.set()
+        while (answer := client.get(path)).status_code == 503:
+            time.sleep(0.01)
+    assert answer.data == (folder / "config.json").read_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from flask import Flask
@@ -49,7 +50,7 @@ def served(app: Flask, state_url: str) -> Iterator[tuple[Api, Standin]]:
         client.flushall()
         add_worker(services, "trainer")
         add_worker(services, "sampler", CONTEXT)
-        tokenizer = read(services.settings.base_models[0].path)
+        tokenizer = read(Path(services.settings.base_models[0].path))
         standin = Standin(services.oplog, TokenStreams(broker), tokenizer)
         thread = threading.Thread(target=standin.run, daemon=True)
         thread.start()

@@ -15,7 +15,7 @@ from tests.tokenizers import BEGIN, END, byte_tokenizer, letter_tokenizer
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> BaseTokenizer:
-    return read(str(byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))))
+    return read(byte_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 def ids(tokenizer: BaseTokenizer, text: str) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from pathlib import Path
 from typing import cast
 
@@ -12,11 +13,19 @@ import pytest
 from app.errors import BadRequest, Unavailable
 from app.services.base_models import BaseModels
 from app.services.openai.tokenizer import BaseTokenizer, Tokenizers, read
+from app.stores.hub_cache import HubCache
+from tests.hub_of_models import hub_of_models, use_hub
 from tests.tokenizers import PLAIN, WITH_TOOLS, byte_tokenizer
 
 CONTEXT = 1000
 ASK = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+class Sources(dict[str, str]):
+    """The sources of the base models' tokenizers."""
+
+    tokenizer = dict.__getitem__
 
 
 def tokens_of(tokenizer: BaseTokenizer) -> list[int]:
@@ -27,7 +36,7 @@ def tokens_of(tokenizer: BaseTokenizer) -> list[int]:
 def test_a_template_in_a_file_of_its_own_is_taken(tmp_path: Path):
     byte_tokenizer(tmp_path, "{{ raise_exception('the old one') }}")
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
-    tokenizer = read(str(tmp_path))
+    tokenizer = read(tmp_path)
     assert tokenizer.core.decode(tokens_of(tokenizer), skip_special_tokens=False) == "<|im_start|>hi"
 
 
@@ -36,7 +45,7 @@ def test_of_several_templates_the_one_for_tools_is_taken_with_tools(tmp_path: Pa
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
-    tokenizer = read(str(tmp_path))
+    tokenizer = read(tmp_path)
     assert [tokenizer.chat_text(ASK, tools) for tools in ([], [TOOL])] == [
         "plain",
         "tools",
@@ -56,18 +65,18 @@ def test_templates_in_files_stand_for_all_of_the_configuration(tmp_path: Path, n
     (tmp_path / "additional_chat_templates").mkdir()
     for name in names:
         (tmp_path / name).write_text(FILES[name])
-    tokenizer = read(str(tmp_path))
+    tokenizer = read(tmp_path)
     assert [tokenizer.chat_text(ASK, tools) for tools in ([], [TOOL])] == ["plain", FILES[names[-1]]]
 
 
 @pytest.mark.parametrize("template", [WITH_TOOLS, PLAIN])
 def test_text_that_looks_special_is_tokenized_once(tmp_path: Path, template: str):
-    tokenizer = read(str(byte_tokenizer(tmp_path, template)))
+    tokenizer = read(byte_tokenizer(tmp_path, template))
     assert [token for token in tokens_of(tokenizer) if token > 255] == [256, 257, 256]
 
 
 def test_what_a_template_refuses_is_the_clients_to_read(tmp_path: Path):
-    tokenizer = read(str(byte_tokenizer(tmp_path, "{{ raise_exception('roles must alternate') }}")))
+    tokenizer = read(byte_tokenizer(tmp_path, "{{ raise_exception('roles must alternate') }}"))
     with pytest.raises(BadRequest, match="roles must alternate"):
         tokenizer.chat_text(ASK, [])
 
@@ -77,7 +86,7 @@ FAILING = ["{{ messages[0].content.index('?') }}", "{{ 1 // 0 }}", "{{ messages[
 
 @pytest.mark.parametrize("template", FAILING)
 def test_what_a_template_fails_of_is_the_clients_to_read(tmp_path: Path, template: str):
-    tokenizer = read(str(byte_tokenizer(tmp_path, template)))
+    tokenizer = read(byte_tokenizer(tmp_path, template))
     with pytest.raises(BadRequest, match="cannot take these messages"):
         tokenizer.chat_text(ASK, [])
 
@@ -87,7 +96,7 @@ HOSTILE = ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ c
 
 @pytest.mark.parametrize("template", HOSTILE)
 def test_a_template_reaches_nothing_but_what_it_is_given(tmp_path: Path, template: str):
-    tokenizer = read(str(byte_tokenizer(tmp_path, template)))
+    tokenizer = read(byte_tokenizer(tmp_path, template))
     with pytest.raises(BadRequest, match=r"unsafe|immutable|undefined"):
         tokenizer.chat_text(ASK, [])
 
@@ -96,11 +105,11 @@ def test_a_base_without_a_template_says_what_can_be_used(tmp_path: Path):
     byte_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(BadRequest, match="/completions"):
-        read(str(tmp_path)).chat_text(ASK, [])
+        read(tmp_path).chat_text(ASK, [])
 
 
 def test_a_long_text_keeps_no_other_thread_from_running(tmp_path: Path):
-    tokenizer, ticks, over = read(str(byte_tokenizer(tmp_path))), 0, threading.Event()
+    tokenizer, ticks, over = read(byte_tokenizer(tmp_path)), 0, threading.Event()
 
     def tick() -> None:
         nonlocal ticks
@@ -124,7 +133,7 @@ def test_a_long_text_keeps_no_other_thread_from_running(tmp_path: Path):
 
 
 def test_a_text_that_no_context_holds_is_not_tokenized(tmp_path: Path):
-    tokenizer = read(str(byte_tokenizer(tmp_path)))
+    tokenizer = read(byte_tokenizer(tmp_path))
     assert len(tokenizer.encode("a" * 160, 10)) == 160
     for text in ("a" * 161, "\ud800" * 10**6):
         with pytest.raises(
@@ -144,7 +153,7 @@ def test_a_tokenizer_that_is_being_fetched_delays_no_other(tmp_path: Path):
             return str(tmp_path)
 
     byte_tokenizer(tmp_path)
-    tokenizers = Tokenizers(cast(BaseModels, Bases()))
+    tokenizers = Tokenizers(cast(BaseModels, Bases()), HubCache())
     known = tokenizers.of("fast")
     thread = threading.Thread(target=tokenizers.of, args=("slow",))
     thread.start()
@@ -159,28 +168,47 @@ def test_a_tokenizer_that_is_being_fetched_delays_no_other(tmp_path: Path):
     assert meanwhile == [known]
 
 
-@pytest.mark.parametrize("source", ["/no/such/folder", "org/not-in-the-cache"])
-def test_a_tokenizer_that_cannot_be_read_is_named_with_the_remedy(source: str):
-    with pytest.raises(BadRequest, match=rf"{source}.*tokenizer\.json.*base_models\.tokenizer"):
-        read(source)
+def test_a_hub_that_is_silent_delays_no_tokenizer_on_this_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = byte_tokenizer(tmp_path / "local")
+    monkeypatch.setattr("app.stores.hub_cache._PATIENCE_S", 60)
+    monkeypatch.setattr("app.stores.hub_cache._ANSWER_S", 60)
+    tokenizers = Tokenizers(cast(BaseModels, Sources(hub="org/model", local=str(folder))), HubCache())
+    failures: list[str] = []
+
+    def ask() -> None:
+        try:
+            tokenizers.of("hub")
+        except Unavailable as error:
+            failures.append(str(error).partition(": ")[0])
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    with hub_of_models() as hub:
+        hub.awake.clear()
+        use_hub(monkeypatch, hub.url, tmp_path / "cache")
+        for thread in threads:
+            thread.start()
+        while not hub.asked:
+            time.sleep(0.01)
+        assert tokenizers.of("local").encode("hi").tolist()
+        assert failures == []
+        hub.awake.set()
+        for thread in threads:
+            thread.join(60)
+    assert failures == ["the tokenizer of org/model from 127.0.0.1 cannot be fetched"] * 2
+
+
+@pytest.mark.parametrize("source", ["/no/such/folder", ""])
+def test_a_tokenizer_that_cannot_be_read_is_named_with_the_remedy(source: str, tmp_path: Path):
+    with pytest.raises(BadRequest, match=rf"{source or tmp_path}.*tokenizer\.json.*base_models\.tokenizer"):
+        read(Path(source or tmp_path))
+
+
+def test_a_folder_of_the_cache_is_named_by_its_hub_id(tmp_path: Path):
+    with pytest.raises(BadRequest, match=r"'org/model' has no tokenizer\.json"):
+        read(tmp_path, "org/model")
 
 
 def test_a_damaged_tokenizer_is_named(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(BadRequest, match="cannot be read"):
-        read(str(tmp_path))
-
-
-def test_a_hub_that_goes_away_between_two_files_is_no_damaged_tokenizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    byte_tokenizer(tmp_path)
-
-    def download(_: str, name: str) -> str:
-        if name != "tokenizer.json":
-            raise ConnectionError
-        return str(tmp_path / name)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    with pytest.raises(Unavailable, match="cannot be fetched"):
-        read("org/on-the-hub")
+        read(tmp_path)
