@@ -42,7 +42,9 @@ class Hub:
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
-    """Lets this process fetch from the Hub at this address, into this cache."""
+    """Lets this process fetch from the Hub at this address, into this cache. Callers wait for long, because a busy
+    machine may need more than five seconds for a fetch."""
+    monkeypatch.setattr("app.stores.hub_cache._PATIENCE_S", 60.0)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)

@@ -37,26 +37,26 @@ class HubCache:
         with self._lock:
             fetch = self._fetches.get(source)
             if fetch is None or fetch.is_over():
-                fetch = _Fetch(source)
+                fetch = _Fetch(source, fetch.found if fetch else None)
                 threading.Thread(target=fetch.run, name=f"fetch {source}", daemon=True).start()
                 self._fetches[source] = fetch
         return fetch.folder()
 
 
 class _Fetch:
-    """One fetch of a tokenizer, and its outcome."""
+    """One fetch of a tokenizer, and its outcome. `found`: the folder of an earlier fetch, which serves meanwhile."""
 
-    def __init__(self, source: str) -> None:
-        self._source, now = source, time.monotonic()
+    def __init__(self, source: str, found: Path | None) -> None:
+        self._source, self.found, now = source, found, time.monotonic()
         self._patient_until, self._until = now + _PATIENCE_S, now + _LONGEST_S
         self._done = threading.Event()
-        self._outcome: Path | RequestError = Unavailable(f"{_named(source)} is being fetched; try again soon")
+        self._error: RequestError = Unavailable(f"{_named(source)} is being fetched; try again soon")
 
     def run(self) -> None:
         try:
-            self._outcome, lasts = _fetch(self._source)
+            self.found, lasts = _fetch(self._source)
         except RequestError as error:
-            self._outcome, lasts = error, False
+            self._error, lasts = error, False
         self._until = math.inf if lasts else time.monotonic() + _TRY_AGAIN_S
         self._done.set()
 
@@ -65,13 +65,13 @@ class _Fetch:
         return time.monotonic() >= self._until
 
     def folder(self) -> Path:
-        """The folder, once it is there. All callers together wait for a moment only, since they are many and the
+        """The folder, once there is one. All callers together wait for a moment only, since they are many and the
         threads of the API few."""
-        self._done.wait(max(0.0, self._patient_until - time.monotonic()))
-        found = self._outcome
-        if isinstance(found, RequestError):
-            raise type(found)(str(found))  # a new one, because several threads raise it
-        return found
+        if self.found is None:
+            self._done.wait(max(0.0, self._patient_until - time.monotonic()))
+        if self.found is None:
+            raise type(self._error)(str(self._error))  # a new one, because several threads raise it
+        return self.found
 
 
 def _fetch(source: str) -> tuple[Path, bool]:

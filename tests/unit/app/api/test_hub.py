@@ -140,7 +140,6 @@ def test_a_hub_that_is_silent_is_not_asked_again_for_every_stranger(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("app.stores.hub_cache._ANSWER_S", 1)
-    monkeypatch.setattr("app.stores.hub_cache._PATIENCE_S", 60)
     with hub_of_models() as hub:
         hub.awake.clear()
         use_hub(monkeypatch, hub.url, tmp_path)
@@ -163,11 +162,11 @@ def test_a_tokenizer_that_is_not_in_the_cache_of_an_api_offline_is_not_served(
 def test_strangers_do_not_wait_for_a_hub_that_is_slow(
     serve: Serve, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.stores.hub_cache._PATIENCE_S", 0.01)
     path = f"/{BASE}/resolve/main/config.json"
     with hub_of_models() as hub:
         hub.repos["other/source"] = folder
         use_hub(monkeypatch, hub.url, tmp_path / "cache")
+        monkeypatch.setattr("app.stores.hub_cache._PATIENCE_S", 0.01)
         client = serve("other/source")
         hub.awake.clear()
         answers = [client.get(path) for _ in range(2)]

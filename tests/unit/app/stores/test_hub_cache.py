@@ -34,7 +34,7 @@ def silent(hub: Hub) -> Hub:
 
 
 @pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def patience(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers wait for a moment."""
     monkeypatch.setattr("app.stores.hub_cache._PATIENCE_S", 0.05)
 
@@ -43,7 +43,6 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent Hub counts as away after a moment."""
     monkeypatch.setattr("app.stores.hub_cache._ANSWER_S", 1)
-    monkeypatch.setattr("app.stores.hub_cache._PATIENCE_S", 60)
 
 
 @pytest.mark.usefixtures("patience")
@@ -122,6 +121,22 @@ def test_a_silent_hub_leaves_what_is_in_its_cache(hub: Hub, request: pytest.Fixt
         HubCache().folder(ID)
 
 
+@pytest.mark.usefixtures("quick")
+def test_what_the_cache_has_is_served_while_the_hub_is_asked_again(silent: Hub, monkeypatch: pytest.MonkeyPatch):
+    silent.awake.set()
+    folder = HubCache().folder(ID)
+    silent.awake.clear()
+    cache = HubCache()
+    assert cache.folder(ID) == folder
+    asked, now = len(silent.asked), time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 60)
+    monkeypatch.setattr("app.stores.hub_cache._PATIENCE_S", 0.0)
+    assert cache.folder(ID) == folder
+    while len(silent.asked) == asked:
+        time.sleep(0.01)
+    assert cache.folder(ID) == folder
+
+
 def test_offline_the_cache_is_all_there_is(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = HubCache().folder(ID)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -132,6 +147,7 @@ def test_offline_the_cache_is_all_there_is(hub: Hub, tmp_path: Path, monkeypatch
         HubCache().folder(ID)
 
 
+@pytest.mark.usefixtures("hub")
 def test_a_source_that_is_no_hub_id_is_named_with_the_remedy():
     with pytest.raises(BadRequest, match=r"'a/b/c' is neither a folder here nor a hub id; correct base_models"):
         HubCache().folder("a/b/c")

@@ -22,7 +22,6 @@ class Bases:
 
 def test_a_hub_that_is_silent_is_asked_once_for_an_image_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("app.stores.hub_cache._ANSWER_S", 1)
-    monkeypatch.setattr("app.stores.hub_cache._PATIENCE_S", 60)
     with hub_of_models() as hub:
         hub.awake.clear()
         use_hub(monkeypatch, hub.url, tmp_path)

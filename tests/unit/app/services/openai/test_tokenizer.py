@@ -170,7 +170,6 @@ def test_a_tokenizer_that_is_being_fetched_delays_no_other(tmp_path: Path):
 
 def test_a_hub_that_is_silent_delays_no_tokenizer_on_this_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = byte_tokenizer(tmp_path / "local")
-    monkeypatch.setattr("app.stores.hub_cache._PATIENCE_S", 60)
     monkeypatch.setattr("app.stores.hub_cache._ANSWER_S", 60)
     tokenizers = Tokenizers(cast(BaseModels, Sources(hub="org/model", local=str(folder))), HubCache())
     failures: list[str] = []
