@@ -82,7 +82,8 @@ class Heartbeat:
         self._wake.set()
 
     def leave(self) -> None:
-        """Tells others to send nothing new. May be called from a signal handler."""
+        """Tells others to send nothing new. May be called from any thread, but not from a signal's handler: that may
+        interrupt the main thread where it holds a lock."""
         self._leaving = True
         self.refresh()
 

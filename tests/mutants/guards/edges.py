@@ -182,9 +182,17 @@ MUTANTS = (
         slow=True,
     ),
     Mutant(
+        "orderly stop: others see that the worker leaves",
+        "workers/process/orderly_stop.py",
+        "        leave()\n",
+        "",
+        f"{_STOP}::test_others_see_at_once_that_a_worker_is_asked_to_end",
+        slow=True,
+    ),
+    Mutant(
         "orderly stop: the signal is seen at all",
         "workers/celery_app.py",
-        "    orderly_stop.hand_back_on_signal(runtime.current().hand_back)\n",
+        "    orderly_stop.start(runtime.current().leave, runtime.current().hand_back)\n",
         "",
         f"{_STOP}::test_stops_during_a_long_pass_cost_no_attempt",
         slow=True,
