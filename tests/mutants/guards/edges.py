@@ -190,6 +190,14 @@ MUTANTS = (
         slow=True,
     ),
     Mutant(
+        "orderly stop: the last heartbeat comes before the end of the record",
+        "workers/process/liveness.py",
+        "            self._thread.join(_LAST_BEAT_S)\n",
+        "            pass\n",
+        "tests/unit/workers/process/test_heartbeat.py"
+        "::test_a_record_that_is_being_written_when_its_worker_ends_does_not_come_back",
+    ),
+    Mutant(
         "orderly stop: the signal is seen at all",
         "workers/celery_app.py",
         "    orderly_stop.start(runtime.current().leave, runtime.current().hand_back)\n",
