@@ -54,6 +54,16 @@ def test_a_stop_signal_at_any_line_of_a_call_is_seen(dispositions: None, call: s
     assert len(lines) > 1
 
 
+def test_before_a_stack_starts_a_stop_signal_interrupts_and_its_handler_is_restored(dispositions: None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with pytest.raises(KeyboardInterrupt), stack_child.interrupted_by(signal.SIGHUP, signal.SIGINT):
+        signal.raise_signal(signal.SIGHUP)  # under nohup
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it goes on")
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
 def test_nohup_keeps_a_stack_from_ending_with_its_terminal(dispositions: None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stack_child.stop_signals(signal.SIGHUP, signal.SIGINT) as stopping:
