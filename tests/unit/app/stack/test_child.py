@@ -72,6 +72,28 @@ def test_nohup_keeps_a_stack_from_ending_with_its_terminal(dispositions: None) -
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
+@pytest.mark.timeout(60)
+def test_a_child_whose_supervisor_dies_before_its_program_runs_ends_too(tmp_path: Path) -> None:
+    """Until then the child has the supervisor's handlers, which would only set a flag."""
+    me = os.getpid()
+
+    def at_each_line(*_: object) -> Any:
+        signal.raise_signal(signal.SIGTERM)  # as the kernel does
+        return at_each_line
+
+    def into_the_child(frame: FrameType, *_: object) -> Any:
+        return at_each_line if frame.f_code is stack_child.end_with.__code__ and os.getpid() != me else None
+
+    child = Child(Command("short", (sys.executable, "-c", "")), tmp_path / "log")
+    with stack_child.stop_signals(signal.SIGTERM):
+        sys.settrace(into_the_child)
+        child.start()
+        sys.settrace(None)
+        while child.exit_code() is None:
+            time.sleep(0.001)
+    assert child.exit_code() == -signal.SIGTERM
+
+
 def test_a_group_is_killed_once_for_each_start(tmp_path, monkeypatch: pytest.MonkeyPatch):
     """The kernel gives the number of an ended group to another one, which must live."""
     killed: list[int] = []
