@@ -48,7 +48,7 @@ def _become(sender: Any, **_: Any) -> None:
             # first: after the trainer, vLLM would measure its memory beside one that may compute already.
             if samples:
                 locks.enter_context(lock)
-            from workers.process import assembly
+            from workers.process import assembly, orderly_stop, runtime
 
             if not samples:
                 locks.enter_context(lock)
@@ -58,22 +58,16 @@ def _become(sender: Any, **_: Any) -> None:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
+    # Now, and not when the worker is ready: a broker that does not answer must not keep it from ending.
+    orderly_stop.start(runtime.current().leave, runtime.current().hand_back)
     app.amqp.queues.select_add(direct)
 
 
 @signals.worker_ready.connect
 def _announce(**_: Any) -> None:
-    from workers.process import orderly_stop, runtime
-
-    orderly_stop.hand_back_on_signal(runtime.current().hand_back)
-    runtime.current().announce()
-
-
-@signals.worker_shutting_down.connect
-def _leave(**_: Any) -> None:
     from workers.process import runtime
 
-    runtime.current().leave()
+    runtime.current().announce()
 
 
 @signals.worker_shutdown.connect

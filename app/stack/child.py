@@ -10,10 +10,11 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from app.settings import without_secret_variables
 
@@ -123,7 +124,11 @@ class Child:
 
 
 def end_with(parent: int) -> None:
-    """Asks the kernel for a SIGTERM when process `parent` dies. A forked child calls it before it runs its program."""
+    """Asks the kernel for a SIGTERM when process `parent` dies. A forked child calls it before it runs its program.
+
+    The signal must end the child also before then, where it has the handler of its parent, which may only set a flag.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     # The parent may have died before the call above.
     if os.getppid() != parent:
@@ -156,18 +161,32 @@ class StopFlag:
 
 @contextmanager
 def stop_signals(*numbers: int) -> Iterator[StopFlag]:
-    """A flag that any of these signals sets. SIGHUP that is ignored stays so: `nohup` outlives the terminal."""
+    """A flag that any of these signals sets."""
     stopping = StopFlag()
+    with _handled(numbers, lambda *_: stopping.set()):
+        yield stopping
+
+
+@contextmanager
+def interrupted_by(*numbers: int) -> Iterator[None]:
+    """Any of these signals raises KeyboardInterrupt in the block, as Ctrl-C does in most programs."""
+    with _handled(numbers, signal.default_int_handler):
+        yield
+
+
+@contextmanager
+def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """SIGHUP that is ignored stays so: `nohup` outlives the terminal."""
     before = {number: signal.getsignal(number) for number in numbers}
     if before.get(signal.SIGHUP) == signal.SIG_IGN:
         del before[signal.SIGHUP]
     for number in before:
-        signal.signal(number, lambda *_: stopping.set())
+        signal.signal(number, handler)
     try:
-        yield stopping
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def adopt_orphans() -> None:

@@ -38,7 +38,7 @@ from app.settings import (
     netloc,
 )
 from app.stack import checks, config, hardware, metrics, placement, valkey
-from app.stack.child import Command, StopFlag, stop_signals
+from app.stack.child import Command, StopFlag, interrupted_by, stop_signals
 from app.stack.config import Options
 from app.stack.data_folder import DataFolder, write_private
 from app.stack.run_news import RunNews
@@ -77,19 +77,22 @@ class Plan:
 def up(options: Options) -> int:
     """Runs the stack until SIGINT, SIGTERM or (except under nohup) SIGHUP, and returns 0 after such a stop.
 
-    Raises SetupError when something must be changed first, TinsmithError when a process keeps dying.
+    Raises SetupError when something must be changed first, TinsmithError when a process keeps dying, and
+    KeyboardInterrupt after such a signal before the stack starts.
     """
     settings = config.resolve(options, os.environ)
     checks.listen_port(settings.api)
     say = _teller(options)
-    with _private_files(), closing(DataFolder(settings.data_dir)) as folder, stop_signals(*_STOP_SIGNALS) as stopping:
-        plan = prepare(settings, options, folder)
+    with _private_files(), closing(DataFolder(settings.data_dir)) as folder:
+        with interrupted_by(*_STOP_SIGNALS):  # it may fetch a model for minutes
+            plan = prepare(settings, options, folder)
         if checks.lacks_vllm(plan.settings):
             warn(NO_VLLM)
         for line in (*checks.short_of_shared_memory(plan.settings), *checks.unreachable_links(plan.settings)):
             warn(line)
         say(f"data in {folder.root}, logs in {folder.logs}{_key_notice(settings, folder)}")
         with (
+            stop_signals(*_STOP_SIGNALS) as stopping,
             _cleared_transfers(plan.settings),
             Supervisor(folder.logs, stopping, inherited_fds=(folder.lock_fd,)) as supervisor,
         ):

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 BEAT_S = 3.0
 LIFE_S = 15.0
 
+_LAST_BEAT_S = 2.0
 _AWAY_S = 1.0
 _TRIES_A_LEASE = 15
 
@@ -70,25 +71,29 @@ class Heartbeat:
         self._started = time.time()
         self._leaving = self._stopped = self._is_recorded = False
         self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         """Starts the heartbeat thread. It sends the first heartbeat at once, so that a state server that is away does
         not stop this worker from starting."""
         self.refresh()
-        threading.Thread(target=self._loop, name="heartbeat", daemon=True).start()
+        self._thread.start()
 
     def refresh(self) -> None:
         """Publishes a change soon; returns at once."""
         self._wake.set()
 
     def leave(self) -> None:
-        """Tells others to send nothing new. May be called from a signal handler."""
+        """Tells others to send nothing new. May be called from any thread, but not from a signal's handler: that may
+        interrupt the main thread where it holds a lock."""
         self._leaving = True
         self.refresh()
 
     def stop(self) -> None:
         self._stopped = True
         self._wake.set()
+        if self._thread.is_alive():  # a beat under way would put the record back
+            self._thread.join(_LAST_BEAT_S)
         with suppress(redis.RedisError):  # it expires by itself
             self._delete(Worker.namespace, self._node)
 

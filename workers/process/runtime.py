@@ -52,8 +52,7 @@ class Runtime:
     on_tick: Callable[[], None]
     close: Callable[[], None]
     leave: Callable[[], None] = lambda: None
-    """Called as soon as the worker is asked to end: the running task is the last one. May be called from a signal
-    handler."""
+    """Called from a thread as soon as the worker is asked to end: the running task is the last one."""
     hand_back: Callable[[], None] = lambda: None
     """Called from a thread when the running task takes too long for an orderly stop, perhaps twice; the process then
     ends. Raises RedisError while the state server is away."""

@@ -89,7 +89,7 @@ class TrainingRunner:
 
     def leave(self) -> None:
         """Announces that this worker is about to end: no dispatch waits any longer for a save, for others' turns or for
-        the GPU. May be called from a signal handler."""
+        the GPU. May be called from any thread."""
         self._leaving = True
 
     def commit_saves(self, but: str = "") -> None:

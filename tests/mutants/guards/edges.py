@@ -182,9 +182,25 @@ MUTANTS = (
         slow=True,
     ),
     Mutant(
+        "orderly stop: others see that the worker leaves",
+        "workers/process/orderly_stop.py",
+        "        leave()\n",
+        "",
+        f"{_STOP}::test_others_see_at_once_that_a_worker_is_asked_to_end",
+        slow=True,
+    ),
+    Mutant(
+        "orderly stop: the last heartbeat comes before the end of the record",
+        "workers/process/liveness.py",
+        "            self._thread.join(_LAST_BEAT_S)\n",
+        "            pass\n",
+        "tests/unit/workers/process/test_heartbeat.py"
+        "::test_a_record_that_is_being_written_when_its_worker_ends_does_not_come_back",
+    ),
+    Mutant(
         "orderly stop: the signal is seen at all",
         "workers/celery_app.py",
-        "    orderly_stop.hand_back_on_signal(runtime.current().hand_back)\n",
+        "    orderly_stop.start(runtime.current().leave, runtime.current().hand_back)\n",
         "",
         f"{_STOP}::test_stops_during_a_long_pass_cost_no_attempt",
         slow=True,

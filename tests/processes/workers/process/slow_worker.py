@@ -2,17 +2,24 @@
 
 The engine is a stand-in, so that a start takes a second. A pass of the trainer is one call that Python cannot
 interrupt, as one of a GPU library is.
+
+With a third argument `long`, the worker has ten minutes for its orderly stop. `interrupted` also sends it a SIGTERM at
+every line of the start of its heartbeat and of the signal's handler. With `patient`, it waits for an hour for each
+answer of its broker.
 """
 
 from __future__ import annotations
 
 import hashlib
+import signal
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from app import dispatch
 from app.domain.ops import ForwardBackward
 from app.domain.results import Output
 from app.domain.sampling import SampleOutput, SampleRequest
@@ -22,7 +29,8 @@ from tests.assembly import INFO
 from tests.property.vector_backend import VectorBackend
 from workers import cli
 from workers.backends.sampling.base import RequestHandle
-from workers.process import assembly, orderly_stop
+from workers.process import assembly, orderly_stop, parts
+from workers.process.liveness import Heartbeat
 from workers.process.parts import Parts, Serving
 from workers.process.runtime import Runtime
 from workers.sample.assembly import assemble_sampler
@@ -64,16 +72,36 @@ class SlowSampler:
         return {}
 
 
-def start_trainer(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
-    return assemble_trainer(parts, Serving(base, SlowTrainer(), INFO, queue)).runtime()
+def start_trainer(its: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
+    return assemble_trainer(its, Serving(base, SlowTrainer(), INFO, queue)).runtime()
 
 
-def start_sampler(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
-    return assemble_sampler(parts, Serving(base, SlowSampler(), INFO, queue)).runtime  # type: ignore[arg-type]
+def start_sampler(its: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
+    return assemble_sampler(its, Serving(base, SlowSampler(), INFO, queue)).runtime  # type: ignore[arg-type]
+
+
+def at_each_line(_: FrameType, event: str, __: object) -> Any:
+    if event == "line":
+        signal.raise_signal(signal.SIGTERM)
+    return at_each_line
+
+
+class Interrupted(Heartbeat):
+    def start(self) -> None:
+        sys.settrace(at_each_line)
+        signal.raise_signal(signal.SIGTERM)
+        super().start()
+        sys.settrace(None)
+        (FOLDER / "begun").touch()
 
 
 if __name__ == "__main__":
-    orderly_stop._WITHIN_S = 0.2
+    option = sys.argv[3] if len(sys.argv) > 3 else ""
+    orderly_stop._WITHIN_S = 600.0 if option in ("long", "interrupted") else 0.2
+    if option == "interrupted":
+        parts.Heartbeat = Interrupted  # type: ignore[misc]
+    if option == "patient":
+        dispatch.ANSWER_S = 3600.0
     assembly._start_trainer, assembly._start_sampler = start_trainer, start_sampler
     if sys.argv[1] == "trainer":
         cli.run_worker(f"train.{INFO.name}", "worker", ["-P", "solo"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,14 +19,14 @@ import redis
 import tomli_w
 
 from app.domain import ops
-from app.domain.records import Model, Sampler
+from app.domain.records import Model, Sampler, Worker
 from app.domain.sampling import SampleRequest
 from app.settings import SETTINGS_VARIABLE, EngineSettings
 from app.stack.supervisor import Supervisor
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
-from app.stores.redis.records import RedisRecords, dump
+from app.stores.redis.records import RedisRecords, dump, load
 from tests.property.vector_backend import backward
 from tests.property.world import BASE, CREATE, MODEL
 from tests.servers import start_valkey
@@ -45,14 +46,17 @@ class Workers:
         self._settings = folder / "settings.toml"
         engine = {"lease_s": 2.0, "ring_again_s": 0.2, "handover_dir": str(folder / "handover")}
         base = {"name": BASE, "path": "x", "trainer": {"backend": "torch"}}
-        texts = {"data_dir": str(folder), "redis": {"url": url}, "engine": engine, "base_models": [base]}
-        self._settings.write_text(tomli_w.dumps(texts))
+        self._texts = {"data_dir": str(folder), "redis": {"url": url}, "engine": engine, "base_models": [base]}
+        self._settings.write_text(tomli_w.dumps(self._texts))
+
+    def use_broker(self, url: str) -> None:
+        self._settings.write_text(tomli_w.dumps({**self._texts, "redis": {**self._texts["redis"], "broker_url": url}}))
 
     @contextmanager
-    def running(self, role: str) -> Iterator[subprocess.Popen[bytes]]:
+    def running(self, role: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
         environment = {**os.environ, SETTINGS_VARIABLE: str(self._settings)}
         module = "tests.processes.workers.process.slow_worker"
-        process = subprocess.Popen([sys.executable, "-m", module, role, str(self.folder)], env=environment)
+        process = subprocess.Popen([sys.executable, "-m", module, role, str(self.folder), *options], env=environment)
         try:
             yield process
         finally:
@@ -74,6 +78,13 @@ class Workers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 return process.wait()
+
+    def admit_sample(self) -> str:
+        RedisRecords(self.client).put_new(Sampler.namespace, SAMPLER, dump(Sampler("me", "session", BASE, 0.0)))
+        payload = ops.encode(SampleRequest(np.array([5, 6, 7], np.int32), num_samples=1, max_tokens=4, seed=3))
+        request = f"{SAMPLER}:0"
+        self.oplog.admit_sample(request, SAMPLER, "me", f"sample.{BASE}", payload, ops.digest(payload))
+        return request
 
     def finish(self, role: str, request_id: str) -> None:
         (self.folder / "go").touch()
@@ -109,10 +120,7 @@ def test_stops_during_a_long_pass_cost_no_attempt(workers: Workers):
 
 
 def test_stops_during_a_long_sample_cost_no_attempt(workers: Workers):
-    RedisRecords(workers.client).put_new(Sampler.namespace, SAMPLER, dump(Sampler("me", "session", BASE, 0.0)))
-    payload = ops.encode(SampleRequest(np.array([5, 6, 7], np.int32), num_samples=1, max_tokens=4, seed=3))
-    request = f"{SAMPLER}:0"
-    workers.oplog.admit_sample(request, SAMPLER, "me", f"sample.{BASE}", payload, ops.digest(payload))
+    request = workers.admit_sample()
     for _ in range(STOPS):
         assert workers.stop_during_work("sampler") == 0
         assert workers.client.hmget(keys.op(request), "runner", "attempts") == [None, b"0"]
@@ -124,3 +132,39 @@ def test_stops_during_a_long_sample_cost_no_attempt(workers: Workers):
 def test_what_runs_is_handed_back_before_a_supervisor_kills():
     grace_s = inspect.signature(Supervisor).parameters["grace_s"].default
     assert grace_s >= orderly_stop._WITHIN_S + 2
+
+
+def test_others_see_at_once_that_a_worker_is_asked_to_end(workers: Workers):
+    """It finishes what it runs first, and takes no more."""
+
+    def are(healthy: bool) -> bool:
+        found = [load(Worker, stored) for _, stored in RedisRecords(workers.client).list(Worker.namespace)]
+        return [worker.healthy for worker in found] == [healthy]
+
+    workers.admit_sample()
+    with workers.running("sampler", "long") as process:
+        workers.until((workers.folder / "begun").exists, process)
+        workers.until(lambda: are(healthy=True), process)
+        process.send_signal(signal.SIGTERM)
+        workers.until(lambda: are(healthy=False), process)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("role", ["trainer", "sampler"])
+def test_a_worker_that_is_asked_to_end_again_and_again_while_it_becomes_ready_ends(workers: Workers, role: str):
+    with workers.running(role, "interrupted") as process:
+        assert process.wait(timeout=60) == 0
+    assert (workers.folder / "begun").exists(), "the signals came while it became ready"
+    assert not list(RedisRecords(workers.client).list(Worker.namespace)), "others know that it has ended"
+
+
+@pytest.mark.timeout(180)
+def test_a_worker_whose_broker_does_not_answer_ends_too(workers: Workers):
+    with socket.create_server(("127.0.0.1", 0)) as broker:
+        workers.use_broker(f"redis://127.0.0.1:{broker.getsockname()[1]}/0")
+        with workers.running("trainer", "patient") as process:
+            connection, _ = broker.accept()
+            with connection:
+                connection.recv(1)
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(timeout=60) == 0

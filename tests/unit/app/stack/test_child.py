@@ -54,12 +54,44 @@ def test_a_stop_signal_at_any_line_of_a_call_is_seen(dispositions: None, call: s
     assert len(lines) > 1
 
 
+def test_before_a_stack_starts_a_stop_signal_interrupts_and_its_handler_is_restored(dispositions: None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with pytest.raises(KeyboardInterrupt), stack_child.interrupted_by(signal.SIGHUP, signal.SIGINT):
+        signal.raise_signal(signal.SIGHUP)  # under nohup
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it goes on")
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
 def test_nohup_keeps_a_stack_from_ending_with_its_terminal(dispositions: None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stack_child.stop_signals(signal.SIGHUP, signal.SIGINT) as stopping:
         signal.raise_signal(signal.SIGHUP)
         assert not stopping.is_set()
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.timeout(60)
+def test_a_child_whose_supervisor_dies_before_its_program_runs_ends_too(tmp_path: Path) -> None:
+    """Until then the child has the supervisor's handlers, which would only set a flag."""
+    me = os.getpid()
+
+    def at_each_line(*_: object) -> Any:
+        signal.raise_signal(signal.SIGTERM)  # as the kernel does
+        return at_each_line
+
+    def into_the_child(frame: FrameType, *_: object) -> Any:
+        return at_each_line if frame.f_code is stack_child.end_with.__code__ and os.getpid() != me else None
+
+    child = Child(Command("short", (sys.executable, "-c", "")), tmp_path / "log")
+    with stack_child.stop_signals(signal.SIGTERM):
+        sys.settrace(into_the_child)
+        child.start()
+        sys.settrace(None)
+        while child.exit_code() is None:
+            time.sleep(0.001)
+    assert child.exit_code() == -signal.SIGTERM
 
 
 def test_a_group_is_killed_once_for_each_start(tmp_path, monkeypatch: pytest.MonkeyPatch):

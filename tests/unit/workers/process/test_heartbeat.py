@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -183,3 +184,30 @@ def test_one_that_ended_is_gone_at_once_and_its_facts_stay(client, made):
     stored = RedisRecords(client).get(LAST_WORKERS, "sampler/base")
     assert load(Worker, stored) == before
     assert client.pttl(last) == -1
+
+
+def test_a_record_that_is_being_written_when_its_worker_ends_does_not_come_back(client, made, monkeypatch):
+    monkeypatch.setattr(liveness, "_LAST_BEAT_S", 60.0)
+    await_true(lambda: record(client) is not None)
+    describing, stopping = threading.Event(), threading.Event()
+
+    def describe() -> Mapping[str, Any]:
+        describing.set()
+        stopping.wait(60)
+        return {}
+
+    made._describe = describe
+    made.refresh()
+    assert describing.wait(60)
+    stop = threading.Thread(target=made.stop)
+    stop.start()
+    await_true(lambda: made._stopped)
+    stop.join(0.5)  # a stop that does not wait for the beat deletes the record now
+    stopping.set()
+    stop.join(60)
+    made._thread.join(60)
+    assert record(client) is None
+
+
+def test_a_heartbeat_that_never_started_stops(client):
+    Heartbeat(RedisRecords(client), "s", "sampler", INFO, dict, "", lambda: True, "sample.base").stop()
