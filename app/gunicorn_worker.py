@@ -186,6 +186,14 @@ class Worker(ThreadWorker):  # type: ignore[misc]
     def get_thread_pool(self) -> ThreadPool:
         return ThreadPool(self.cfg.threads)
 
+    def set_accept_enabled(self, enabled: bool) -> None:
+        """A stopping worker refuses new connections: open, the listener would take requests for the seconds that the
+        others need, and reset them at the end. A client cannot know whether a call that was reset has begun."""
+        super().set_accept_enabled(enabled)
+        if not self.alive:
+            for listener in self.sockets:
+                listener.close()
+
     def enqueue_req(self, conn: TConn) -> None:
         """Waits for the next request of a new connection, or of an idle one that became readable. Most requests are
         there already: waiting for each would take four more system calls of the loop's thread."""

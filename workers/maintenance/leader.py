@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Literal, Protocol
 
 import redis
@@ -51,7 +52,11 @@ class MaintenanceRunner:
             threading.Thread(target=self._loop, args=(role,), name=role, daemon=True).start()
 
     def stop(self) -> None:
+        """Ends the rounds, and gives up the leads, so that another worker takes them at once and not after a lease."""
         self._stop.set()
+        with suppress(redis.RedisError, Unavailable):
+            for role in self._tasks:
+                self._oplog.release(role, self._worker)
 
     def sweep(self) -> None:
         """Runs one round of every task."""
@@ -64,7 +69,7 @@ class MaintenanceRunner:
 
     def _round(self, role: str) -> None:
         try:
-            if self._oplog.lead(role, self._worker):
+            if not self._stop.is_set() and self._oplog.lead(role, self._worker):
                 self._tasks[role].sweep()
         except (redis.RedisError, OSError, Unavailable) as error:
             log.warning("the maintenance task %s was put off: %s", role, error)

@@ -41,6 +41,19 @@ def worker() -> Worker:
     return made
 
 
+def test_a_worker_that_stops_refuses_new_connections_and_a_full_one_lets_them_wait(worker: Worker) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        worker.sockets = [listener]
+        worker.set_accept_enabled(True)
+        worker.set_accept_enabled(False)
+        socket.create_connection(address).close()
+        worker.alive = False
+        worker.set_accept_enabled(False)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+
+
 @pytest.mark.parametrize(
     ("sent", "whole"),
     [

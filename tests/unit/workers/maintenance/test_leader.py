@@ -37,6 +37,27 @@ def test_only_the_leader_runs_a_task(oplog):
     assert [task.rounds for task in tasks] == [1, 0]
 
 
+def test_a_leader_that_stops_is_followed_at_once_and_leads_no_more(oplog):
+    tasks = Count(), Count()
+    first, second = (
+        MaintenanceRunner(oplog, {"task": task}, worker) for worker, task in zip(("w/1", "w/2"), tasks, strict=True)
+    )
+    first.sweep()
+    second.stop()  # it leads nothing
+    first.sweep()
+    first.stop()
+    first.sweep()
+    MaintenanceRunner(oplog, {"task": tasks[1]}, "w/2").sweep()
+    assert [task.rounds for task in tasks] == [2, 1]
+
+
+def test_a_worker_stops_while_the_state_server_is_away(oplog, monkeypatch):
+    made = MaintenanceRunner(oplog, {"task": Count(), "other": Count()}, "w/1")
+    for error in (redis.ConnectionError("gone"), Unavailable("down")):
+        monkeypatch.setattr(oplog, "release", lambda *_, error=error: Count(error).sweep())
+        made.stop()
+
+
 @pytest.mark.parametrize(
     "error", [redis.ConnectionError("gone"), Unavailable("down"), OSError("full"), ValueError("a fault of ours")]
 )
