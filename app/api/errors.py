@@ -20,6 +20,7 @@ from werkzeug.exceptions import HTTPException
 
 from app.api.base import ErrorSchema
 from app.errors import STATE_SERVER_AWAY, BadRequest, InvalidToken, OpError, RequestError, Unavailable
+from app.ids import CHECKPOINT_KINDS
 from app.stores.redis.client import is_outage
 from app.stores.redis.durability import NotDurable
 from app.telemetry import ERRORS
@@ -53,7 +54,7 @@ _SERVED = {
     OPENAI: "/completions, /chat/completions and /models",
     ANTHROPIC: "/v1/messages, /v1/messages/count_tokens and /v1/models",
 }
-_CHECKPOINT_URL = re.compile("/api/v1/training_runs/[^/]+/checkpoints/")
+_CHECKPOINT_WITHOUT_KIND = re.compile(f"/api/v1/training_runs/[^/]+/checkpoints/(?!({'|'.join(CHECKPOINT_KINDS)})/)")
 _CHECKPOINT_IDS = "weights/NAME, sampler_weights/NAME or external_weights/NAME"
 _NAMELESS = ("json", "query", "_schema")
 
@@ -68,7 +69,7 @@ class TinsmithApi(Api):  # type: ignore[misc]
         if error.code == 404 and served:
             message = f"{request.method} {request.path[:200]} is not served here; this server has {served}"
             return _answer(message, _UNKNOWN_URL, 404)
-        if error.code in (404, 405) and _CHECKPOINT_URL.match(request.path):
+        if error.code in (404, 405) and _CHECKPOINT_WITHOUT_KIND.match(request.path):
             message = f"{request.method} {request.path[:200]} is not served: a checkpoint id is {_CHECKPOINT_IDS}"
             return _answer(message, error.name, error.code)
         return _answer(describe(error), error.name, error.code or 500)

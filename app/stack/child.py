@@ -126,9 +126,13 @@ class Child:
 def end_with(parent: int) -> None:
     """Asks the kernel for a SIGTERM when process `parent` dies. A forked child calls it before it runs its program.
 
-    The signal must end the child also before then, where it has the handler of its parent, which may only set a flag.
+    Signals must end the child also before then, where it has the handlers of its parent: one may only set a flag, or
+    raise KeyboardInterrupt, which subprocess would report as a fault.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if callable(signal.getsignal(number)):  # one that is ignored stays so
+            signal.signal(number, signal.SIG_DFL)
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     # The parent may have died before the call above.
     if os.getppid() != parent:

@@ -86,8 +86,8 @@ def _fetch(source: str) -> tuple[Path, bool]:
             HfApi().model_info(source, timeout=_ANSWER_S)  # snapshot_download waits for a silent Hub without an end
     except Exception as error:  # of the Hub, of the network, or of the HTTP library
         away = type(error).__name__
-    # The operator says that nothing more comes, so that the tokenizer alone is enough.
-    wanted = ["tokenizer.json"] if offline else [*FILES, TEMPLATES]
+    # Nothing more comes now, and huggingface_hub refuses a folder that lacks one of the wanted files.
+    wanted = ["tokenizer.json"] if offline or away else [*FILES, TEMPLATES]
     try:
         folder = snapshot_download(source, allow_patterns=wanted, local_files_only=offline or bool(away))
     except HFValidationError:

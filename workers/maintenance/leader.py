@@ -54,9 +54,10 @@ class MaintenanceRunner:
     def stop(self) -> None:
         """Ends the rounds, and gives up the leads, so that another worker takes them at once and not after a lease."""
         self._stop.set()
-        with suppress(redis.RedisError, Unavailable):
+        with suppress(redis.RedisError):
             for role in self._tasks:
-                self._oplog.release(role, self._worker)
+                with suppress(Unavailable):  # of a replica
+                    self._oplog.release(role, self._worker)
 
     def sweep(self) -> None:
         """Runs one round of every task."""

@@ -95,14 +95,16 @@ local function is_awaited(applied, let_in)
 end
 
 -- A client that began under an earlier version of the server (with parallel_fwdbwd_chunks) sends the first part of a
--- large batch last, and nothing behind the batch before that. The second part passed the rate limits itself; later calls
--- of other kinds did not, and do not count here. Ops that were journaled before the model's last exempt call (up to the
+-- large batch last, and nothing behind the batch before that. The second part passed the rate limits itself; refused calls
+-- and later calls of other kinds did not, and do not count here. Ops that were journaled before the model's last exempt call (up to the
 -- seq `exempted`) exempt no second one, or else many small Ops, sent ahead one seq apart, would exempt all large ones
 -- between them.
 local function is_awaited_by_parts(applied, exempted)
   if seq ~= applied + 1 or seq < tonumber(exempted or 0) then return false end
-  local kind = redis.call('HGET', 'tinsmith:op:' .. model .. ':' .. (seq + 1), 'kind')
-  return kind == 'forward_backward' or kind == 'forward'
+  local request = model .. ':' .. (seq + 1)
+  local kind = redis.call('HGET', 'tinsmith:op:' .. request, 'kind')
+  return (kind == 'forward_backward' or kind == 'forward')
+         and redis.call('HEXISTS', 'tinsmith:future:' .. request, 'refused') == 0
 end
 
 -- Note that a call was admitted although there was no room for it (`lets_in`), or over the rates (`exempt`). `let_in`: the
@@ -254,7 +256,10 @@ if ARGV[4] == 'failed' then
   -- A failed Op left the model as it was, so a replay must not run it.
   redis.call('HSETNX', 'tinsmith:op:' .. request, 'doomed', ARGV[9])
   local why = redis.call('HGET', 'tinsmith:op:' .. request, 'doomed')
-  if kind == 'forward_backward' then doom(model, seq, why) end
+  -- A refused one has doomed what waited behind it at its refusal; the caller knows of it since then.
+  if kind == 'forward_backward' and redis.call('HEXISTS', 'tinsmith:future:' .. request, 'refused') == 0 then
+    doom(model, seq, why)
+  end
   if kind == 'create_model' then redis.call('HSET', key, 'state', '"failed"') end
 end
 local future = 'tinsmith:future:' .. request

@@ -40,7 +40,9 @@ def test_a_body_that_cannot_be_served_is_a_4xx_that_says_why(
 def test_a_checkpoint_id_without_its_kind_is_answered_with_the_form_of_an_id(
     api: Api, method: str, tail: str, status: int
 ) -> None:
-    path = f"/api/v1/training_runs/{api.model()}/checkpoints/step-6{tail}"
+    url = f"/api/v1/training_runs/{api.model()}/checkpoints"
+    assert "a checkpoint id is" not in api.client.get(f"{url}/weights/step-6").json["detail"], "it has its kind"
+    path = f"{url}/step-6{tail}"
     answer = api.client.open(path, method=method, headers={"X-API-Key": KEY})
     assert answer.status_code == status
     assert "a checkpoint id is weights/NAME, sampler_weights/NAME or external_weights/NAME" in answer.json["detail"]

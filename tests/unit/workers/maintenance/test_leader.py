@@ -51,11 +51,12 @@ def test_a_leader_that_stops_is_followed_at_once_and_leads_no_more(oplog):
     assert [task.rounds for task in tasks] == [2, 1]
 
 
-def test_a_worker_stops_while_the_state_server_is_away(oplog, monkeypatch):
-    made = MaintenanceRunner(oplog, {"task": Count(), "other": Count()}, "w/1")
-    for error in (redis.ConnectionError("gone"), Unavailable("down")):
-        monkeypatch.setattr(oplog, "release", lambda *_, error=error: Count(error).sweep())
-        made.stop()
+@pytest.mark.parametrize(("error", "tries"), [(redis.ConnectionError("gone"), 1), (Unavailable("no replica"), 2)])
+def test_a_worker_stops_while_the_state_server_or_its_replica_is_away(oplog, monkeypatch, error, tries):
+    made, releases = MaintenanceRunner(oplog, {"task": Count(), "other": Count()}, "w/1"), Count(error)
+    monkeypatch.setattr(oplog, "release", lambda *_: releases.sweep())
+    made.stop()
+    assert releases.rounds == tries, "a server that is away is not waited for again"
 
 
 @pytest.mark.parametrize(

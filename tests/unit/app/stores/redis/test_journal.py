@@ -111,17 +111,30 @@ def test_a_commit_records_and_result_appear_together(oplog, client):
     assert future.result == Result(b"bytes", "application/x-protobuf")
 
 
-def test_a_lost_batch_is_consumed_and_dooms_only_what_waited_up_to_the_next_optim_step(oplog):
+@pytest.mark.parametrize("refused", ["lost_batch", "forward_backward"])
+def test_a_lost_batch_is_consumed_and_dooms_only_what_waited_up_to_the_next_optim_step(oplog, refused):
     for seq, kind in ((0, "create_model"), (2, "forward_backward"), (3, "optim_step"), (4, "forward_backward")):
         admit(oplog, seq, kind)
-    assert oplog.refuse(MODEL, 1, "tokens out of range", "lost_batch")
+    assert oplog.refuse(MODEL, 1, "tokens out of range", refused)
     admit(oplog, 5, "optim_step")
     lease = own(oplog)
     entries = [oplog.next(lease, seq) for seq in range(6)]
-    assert entries[1].kind == "lost_batch"
+    assert entries[1].kind == refused
     assert [bool(entry.doomed) for entry in entries] == [False, True, True, True, False, False]
     with pytest.raises(BadRequest, match="seq_id 1 was refused: tokens out of range"):
         admit(oplog, 1)
+
+
+@pytest.mark.parametrize("refused", ["lost_batch", "forward_backward"])
+def test_calls_made_after_a_refusal_are_not_doomed_when_its_turn_comes(oplog, refused):
+    admit(oplog, 0, "create_model")
+    assert oplog.refuse(MODEL, 1, "tokens out of range", refused)
+    for seq, kind in ((2, "save_weights"), (3, "forward")):
+        admit(oplog, seq, kind)
+    lease = own(oplog)
+    for seq in (0, 1):
+        oplog.commit(lease, seq, Result(b"{}", failed=seq == 1), why="tokens out of range")
+    assert [oplog.entry(MODEL, seq).doomed for seq in (2, 3)] == ["", ""]
 
 
 def test_a_refused_call_without_a_gradient_dooms_nothing(oplog):

@@ -164,7 +164,7 @@ def test_what_others_wait_for_passes_and_is_charged(client, oplog, quotas):
     assert passed(quotas, charge) == 0, "a call more is to be waited for"
 
 
-@pytest.mark.parametrize("ahead", ["a step", "a batch behind a gap", "a refused batch"])
+@pytest.mark.parametrize("ahead", ["a step", "a batch behind a gap", "lost_batch", "forward_backward"])
 def test_no_call_ahead_keeps_those_before_it_from_waiting_for_a_rate(oplog, ahead):
     """A step takes no tokens, a refused call takes nothing, and one call must not admit all calls before it."""
     charge = Charge(mine(Limits(tokens_per_s=0.01)), tokens=1000)
@@ -173,8 +173,8 @@ def test_no_call_ahead_keeps_those_before_it_from_waiting_for_a_rate(oplog, ahea
             ask(oplog, 2, replace(charge, tokens=0), "optim_step")
         case "a batch behind a gap":
             ask(oplog, 3, replace(charge, tokens=0))
-        case "a refused batch":
-            oplog.refuse(MODEL, 2, "not finite", "lost_batch")
+        case "lost_batch" | "forward_backward":
+            oplog.refuse(MODEL, 2, "not finite", ahead)
     assert ask(oplog, 0, charge)
     lease = oplog.acquire(MODEL, "a/1")
     assert isinstance(lease, Lease)
