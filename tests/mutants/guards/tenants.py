@@ -205,6 +205,13 @@ MUTANTS = (
         f"{_STORES}/test_rates.py::test_calls_sent_ahead_together_let_a_single_call_pass_over_the_rate",
     ),
     Mutant(
+        "limits of projects: a refused batch lets no call before it pass",
+        f"{_LUA}/journal.lua",
+        "\n         and redis.call('HEXISTS', 'tinsmith:future:' .. request, 'refused') == 0\n",
+        "\n",
+        f"{_STORES}/test_rates.py::test_no_call_ahead_keeps_those_before_it_from_waiting_for_a_rate",
+    ),
+    Mutant(
         "limits of projects: the first part of each batch",
         f"{_LUA}/journal.lua",
         "seq < tonumber(exempted or 0)",
