@@ -94,7 +94,7 @@ class JournalModel:
             op.payload = b""
         if result.failed:
             op.doomed = op.doomed or why
-            if op.kind == BACKWARD:
+            if op.kind == BACKWARD and seq not in self.refused:
                 self._doom_behind(seq, op.doomed)
         if seq in self.digests:
             self.results[seq] = result
