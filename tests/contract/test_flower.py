@@ -144,6 +144,7 @@ def test_it_goes_on_when_the_stack_is_stopped_and_started_again(
     sampler, program = 'backend = "transformers"', "tests.warm_workers"
     stack = Stack(folder, base_path, free_port(), 'backend = "torch"', sampler, program=program)
     with running(stack), _running(stack, {"FLOWER_UNAUTHENTICATED_API": "1"}) as (url, _):
+        await_answer(lambda: requests.get(f"{url}/healthcheck", timeout=60).ok)  # it has found the stack
         stack.stop()
         stack.start()
         with stack.client() as client:

@@ -51,6 +51,8 @@ class Assembly:
 
 sys.meta_path.insert(0, Assembly())
 from workers import celery_app
+from workers.process import runtime
+runtime.become(SimpleNamespace(leave=None, hand_back=None))
 celery_app.app.amqp.queues.select(sys.argv[1])
 celery_app._become(SimpleNamespace(hostname="worker-0@here"))
 report("serves")
