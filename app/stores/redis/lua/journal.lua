@@ -38,8 +38,8 @@ end
 
 -- part: bounds
 -- The SDK sends all calls one after the other. Only clients of an earlier version of the server send the parts of one
--- call at the same time, the first one last. A call with MOST_MISSING parts would have a million datums. Each missing
--- seq that is given up costs an entry of about 1 kB.
+-- call at the same time, the first one last. A call with MOST_MISSING parts would have a million datums. The journal
+-- keeps about 1 kB for each missing seq that it gives up.
 local MOST_MISSING = 1024
 
 -- Returns true if more than MOST_MISSING seqs before `seq` have not arrived.
