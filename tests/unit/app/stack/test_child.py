@@ -72,6 +72,21 @@ def test_nohup_keeps_a_stack_from_ending_with_its_terminal(dispositions: None) -
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_child_that_is_interrupted_before_its_program_runs_ends_by_the_signal(
+    dispositions: None, number: signal.Signals
+) -> None:
+    """With the handler of its parent, subprocess would report a fault."""
+    me = os.getpid()
+
+    def begin() -> None:
+        stack_child.end_with(me)
+        signal.raise_signal(number)
+
+    with stack_child.interrupted_by(number):
+        assert subprocess.run([sys.executable, "-c", ""], preexec_fn=begin, check=False).returncode == -number
+
+
 @pytest.mark.timeout(60)
 def test_a_child_whose_supervisor_dies_before_its_program_runs_ends_too(tmp_path: Path) -> None:
     """Until then the child has the supervisor's handlers, which would only set a flag."""
