@@ -12,7 +12,7 @@ from app.settings.section import Section
 
 SENTINEL_SCHEMES = ("redis+sentinel://", "rediss+sentinel://")
 """The second one has TLS."""
-_SERVER_SCHEMES = ("redis://", "rediss://", "unix://")
+_SERVER_SCHEMES = ("redis://", "rediss://")
 
 
 def netloc(host: str, port: int | str) -> str:
@@ -129,10 +129,7 @@ class RedisSettings(Section):
     @classmethod
     def _is_a_url(cls, url: str) -> str:
         if url and not url.startswith(SENTINEL_SCHEMES) and not _is_of_a_server(url):
-            raise ValueError(
-                "give the URL of a Redis server, such as redis://host:6379/0, with rediss:// for TLS or unix:// for a "
-                "socket"
-            )
+            raise ValueError("give the URL of a Redis server, such as redis://host:6379/0, with rediss:// for TLS")
         return url
 
     @field_validator("broker_url")

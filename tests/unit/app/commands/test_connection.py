@@ -60,7 +60,9 @@ def test_a_server_that_fails_under_a_running_stack_is_named(
     assert "the state server redis://127.0.0.1:1/0 failed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("url", ["foo", "127.0.0.1:1", "http://x", "redis://h:abc/0", "redis+sentinel://a/s"])
+@pytest.mark.parametrize(
+    "url", ["foo", "127.0.0.1:1", "http://x", "unix:///run/redis.sock", "redis://h:abc/0", "redis+sentinel://a/s"]
+)
 @pytest.mark.parametrize("command", ["status", "rebuild", "logs session:train:0:7", "cancel session"])
 def test_what_is_no_url_of_redis_is_refused(
     command: str,
