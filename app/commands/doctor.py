@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -27,7 +26,7 @@ from app.stack import checks, hardware, placement, valkey
 from app.stack.arguments import without_secrets
 from app.stack.config import Options
 from app.stack.memory import gib
-from app.stack.terminal import show, wrapped
+from app.stack.terminal import show, show_json, wrapped
 from app.stores import objects
 from app.stores.disk import Disk
 from app.stores.redis.client import connect, connect_state
@@ -65,7 +64,7 @@ def doctor(options: Options, *, as_json: bool) -> int:
     wrong, warnings = states.count(WRONG), states.count(WARNING)
     if as_json:
         found = [finding._asdict() for finding in findings]
-        show(*json.dumps({"wrong": wrong, "warnings": warnings, "checks": found}, indent=2).splitlines())
+        show_json({"wrong": wrong, "warnings": warnings, "checks": found})
     else:
         show(f"{wrong or 'nothing'} wrong, {warnings or 'no'} warning{'' if warnings == 1 else 's'}")
     return int(wrong > 0)

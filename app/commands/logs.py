@@ -20,7 +20,7 @@ from app import ids
 from app.commands.connection import connected, settings_of
 from app.errors import TinsmithError
 from app.stack.config import Options
-from app.stack.terminal import show, visible
+from app.stack.terminal import show_json, visible
 from app.stores.redis import keys
 from app.stores.redis.client import read_hash, text_fields
 
@@ -71,7 +71,7 @@ def logs(options: Options, request_id: str, *, as_json: bool) -> int:
     with connected(settings) as client:
         report = read(client, folder, request_id)
     if as_json:
-        show(*json.dumps(asdict(report), indent=2).split("\n"))
+        show_json(asdict(report))
     else:
         _print(report, folder)
     return 0

@@ -14,6 +14,7 @@ from app import ids
 from app.domain.progress import NEWEST_POINTS, described
 from app.domain.records import Model, Session
 from app.stack.child import StopFlag
+from app.stack.terminal import counted
 from app.stores.redis import keys
 from app.stores.redis.records import RedisRecords
 
@@ -96,7 +97,7 @@ class RunNews:
         session = self._records.find(Session, ids.session_of(model_id))
         status = session.status if session else "expired"
         finished = "its session expired" if status == "expired" else f"its session was finished ({status})"
-        return f" after {_steps(int(fields.get('steps', 0)))}: {_over(fields) or finished}"
+        return f" after {counted(int(fields.get('steps', 0)), 'step')}: {_over(fields) or finished}"
 
 
 def _over(fields: Mapping[str, str]) -> str:
@@ -122,7 +123,3 @@ def _of(run: Model) -> str:
 
 def _from(steps: int) -> str:
     return f" at step {steps}" if steps else ""
-
-
-def _steps(count: int) -> str:
-    return f"{count} step{'' if count == 1 else 's'}"
