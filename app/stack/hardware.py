@@ -18,8 +18,8 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 _QUERY = ("nvidia-smi", "--query-gpu=index,memory.total,memory.used", "--format=csv,noheader,nounits")
 # An idle GPU reports some hundred MiB of the driver, and a desktop takes as much.
 _IN_USE = 2**30
-# Trainer and sampler share one GPU in equal parts, with a rest for CUDA itself.
 SHARED = 0.45
+"""The memory share of a trainer and a sampler on one GPU. The rest is for CUDA itself."""
 # Of a worker's memory: the rest is for activations, adapters and the KV cache.
 _MOST_WEIGHTS = 0.6
 
