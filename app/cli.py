@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from app.commands import options, parsers
 from app.errors import SetupError, TinsmithError
-from app.stack.arguments import hide_secrets
+from app.stack.redaction import hide_secrets
 from app.stack.terminal import warn
 
 _UP_EXAMPLES = """\

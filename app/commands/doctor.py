@@ -23,9 +23,9 @@ from app.errors import SetupError, TinsmithError
 from app.services.base_models import BaseModels, lora_coverage
 from app.settings import NO_VLLM, SETTINGS_VARIABLE, BaseModelSettings, Settings, netloc, tenants
 from app.stack import checks, hardware, placement, valkey
-from app.stack.arguments import without_secrets
 from app.stack.config import Options
 from app.stack.memory import gib
+from app.stack.redaction import without_secrets
 from app.stack.terminal import show, show_json, wrapped
 from app.stores import objects
 from app.stores.disk import Disk

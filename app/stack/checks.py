@@ -18,8 +18,8 @@ import redis
 from app.errors import SetupError
 from app.settings import CUDA_BUILDS, ApiSettings, BaseModelSettings, SamplerSettings, Settings, netloc, tenants
 from app.stack import placement
-from app.stack.arguments import without_secrets
 from app.stack.memory import gib
+from app.stack.redaction import without_secrets
 from app.stores import objects
 from app.stores.redis.client import connect, connect_state
 from app.stores.redis.durability import NotDurable
