@@ -18,10 +18,8 @@ from types import FrameType
 
 from app.settings import without_secret_variables
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _TRACKER = b"resource_tracker import main"
 _TRACKERS_S = 5.0
 _TICK_S = 0.02
@@ -195,7 +193,7 @@ def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], 
 
 def adopt_orphans() -> None:
     """Makes orphaned descendants children of this process, and not of init, from now on."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_strays(known: Collection[int]) -> None:
