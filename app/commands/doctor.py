@@ -22,7 +22,7 @@ from app.demo import model as bundled
 from app.errors import SetupError, TinsmithError
 from app.services.base_models import BaseModels, lora_coverage
 from app.settings import NO_VLLM, SETTINGS_VARIABLE, BaseModelSettings, Settings, netloc, tenants
-from app.stack import checks, hardware, placement, valkey
+from app.stack import checks, hardware, placement, ports, valkey
 from app.stack.config import Options
 from app.stack.memory import gib
 from app.stack.redaction import without_secrets
@@ -211,7 +211,7 @@ def _port(given: Settings, running: Settings | None) -> Findings:
         text = f"{netloc(api.host, api.port)}, used by the stack that runs on the data folder"
     else:
         text = f"{netloc(api.host, api.port or 'any')} is free"
-        needed.append(partial(checks.listen_port, api))
+        needed.append(partial(ports.listen_port, api))
     yield from _judged("port", needed, text)
     yield from (Finding("port", WARNING, line) for line in checks.unreachable_links(given))
 

@@ -5,18 +5,15 @@ No check imports torch or vllm; the versions of the installed packages show a br
 
 from __future__ import annotations
 
-import errno
 import re
-import socket
-from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import redis
 
 from app.errors import SetupError
-from app.settings import CUDA_BUILDS, ApiSettings, BaseModelSettings, SamplerSettings, Settings, netloc, tenants
+from app.settings import CUDA_BUILDS, BaseModelSettings, SamplerSettings, Settings, tenants
 from app.stack import placement
 from app.stack.memory import gib
 from app.stack.redaction import without_secrets
@@ -29,40 +26,8 @@ from app.tracing.tracer import NOT_INSTALLED
 # has a tokenizer and a configuration too.
 _VERSIONS, _BESIDE_WEIGHTS = 3, 2**26
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
-_LOOPBACK = "127.0.0.1"
 _EVERY_INTERFACE = ("0.0.0.0", "::", "")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-
-
-def free_port(
-    host: str, port: int, host_option: str = "--host (api.host)", port_option: str = "--port (api.port)"
-) -> int:
-    """Returns `port` itself, or any free port for 0. Raises SetupError when the server cannot listen on it, with the
-    option to change."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        remedy = f"choose another port with {port_option}; 0 takes any free port"
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            remedy = f"choose an address of this machine with {host_option}"
-        elif error.errno == errno.EADDRINUSE:
-            remedy = f"stop the process that uses it, or {remedy}"
-        raise SetupError(f"cannot listen on {netloc(host, port)}: {error.strerror or error}; {remedy}") from None
-
-
-def kept_port(last: int, taken: Collection[int]) -> int:
-    """Returns a free loopback port that is not `taken`: `last` where possible (0: there is none), so that clients find
-    a server again."""
-    with suppress(SetupError):
-        if last and last not in taken:
-            return free_port(_LOOPBACK, last)
-    while (found := free_port(_LOOPBACK, 0)) in taken:
-        pass
-    return found
 
 
 def model_path(base: BaseModelSettings) -> None:
@@ -255,10 +220,6 @@ def everything(settings: Settings) -> None:
         state_server(settings.redis.url)
         broker(settings.broker_url)
     objects.create(settings)
-
-
-def listen_port(api: ApiSettings) -> int:
-    return free_port(api.host, api.port)
 
 
 def _version(distribution: str) -> str | None:

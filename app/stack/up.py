@@ -37,7 +37,7 @@ from app.settings import (
     hash_key,
     netloc,
 )
-from app.stack import checks, config, hardware, metrics, placement, valkey
+from app.stack import checks, config, hardware, placement, ports, valkey
 from app.stack.child import Command, StopFlag, interrupted_by, stop_signals
 from app.stack.config import Options
 from app.stack.data_folder import DataFolder, write_private
@@ -79,7 +79,7 @@ def up(options: Options) -> int:
     KeyboardInterrupt after such a signal before the stack starts.
     """
     settings = config.resolve(options, os.environ)
-    checks.listen_port(settings.api)
+    ports.listen_port(settings.api)
     say = _teller(options)
     with _private_files(), closing(DataFolder(settings.data_dir)) as folder:
         with interrupted_by(*_STOP_SIGNALS):  # it may fetch a model for minutes
@@ -157,12 +157,13 @@ def _start_servers(supervisor: Supervisor, plan: Plan) -> bool:
 
 def _start_workers(supervisor: Supervisor, plan: Plan, say: Callable[[str], None]) -> set[str]:
     """Starts the API and the workers. Returns the names of the workers."""
-    ports = plan.settings_file.with_name("metrics-ports.json")
-    commands = metrics.with_ports(process_table(plan.settings, plan.settings_file), ports, {plan.settings.api.port})
+    table = process_table(plan.settings, plan.settings_file)
+    file = plan.settings_file.with_name("metrics-ports.json")
+    commands = ports.with_metrics_ports(table, file, {plan.settings.api.port})
     with connect(plan.settings.redis.url) as client:
         _forget_workers(RedisRecords(client), plan.settings, commands)
     say(f"starting {', '.join(command.name for command in (*plan.servers, *commands))}")
-    for name, metrics_url in metrics.urls(commands).items():
+    for name, metrics_url in ports.metrics_urls(commands).items():
         say(f"metrics of {name}: {metrics_url}")
     supervisor.start(commands)
     return {command.name for command in commands if command.name != _API}
@@ -259,7 +260,7 @@ def _absolute(settings: Settings, folder: DataFolder) -> Settings:
     """Settings with absolute paths, which mean the same in every process, and with the port that the API will listen
     on."""
     bases = tuple(_absolute_path(base) for base in settings.base_models)
-    api = settings.api.model_copy(update={"port": checks.listen_port(settings.api)})
+    api = settings.api.model_copy(update={"port": ports.listen_port(settings.api)})
     return settings.model_copy(update={"data_dir": folder.root, "base_models": bases, "api": api})
 
 
@@ -353,7 +354,7 @@ def _metrics_port(workers: TrainerSettings | SamplerSettings, copy: int) -> dict
     """The environment of a worker that has its port from the settings, or that a hostfile puts on another machine."""
     if workers.metrics_port:
         return {METRICS_PORT_VARIABLE: str(workers.metrics_port + copy)}
-    return {METRICS_PORT_VARIABLE: metrics.ANY_PORT} if getattr(workers, "hostfile", "") else {}
+    return {METRICS_PORT_VARIABLE: ports.ANY_PORT} if getattr(workers, "hostfile", "") else {}
 
 
 def _python(name: str, settings_file: Path, *arguments: str, **environ: str) -> Command:
