@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import redis
 
@@ -16,6 +16,7 @@ from app.domain.records import Model, Session
 from app.stack.child import StopFlag
 from app.stack.terminal import counted
 from app.stores.redis import keys
+from app.stores.redis.client import texts
 from app.stores.redis.records import RedisRecords
 
 _EVERY_S = 5.0
@@ -82,7 +83,7 @@ class RunNews:
 
     def _live(self) -> dict[str, _Run]:
         """The runs in use, by id."""
-        heard = {id_.decode() for id_ in cast("list[bytes]", self._redis.zrange(keys.SESSIONS_HEARD, 0, -1))}
+        heard = set(texts(self._redis.zrange(keys.SESSIONS_HEARD, 0, -1)))
         used = [id_ for id_ in self._records.ids(Model.namespace, "") if ids.session_of(id_) in heard]
         return {
             id_: _Run(int(fields.get("steps", 0)), int(fields.get("trained_tokens", 0)))

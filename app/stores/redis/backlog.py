@@ -18,7 +18,7 @@ from app import ids
 from app.domain.results import FutureState
 from app.settings import EngineSettings
 from app.stores.redis import keys
-from app.stores.redis.client import Scripts, slices
+from app.stores.redis.client import Scripts, slices, texts
 from app.stores.redis.types import Call, ModelLine, Unfinished, Waiting, WaitingSample
 
 _SLICE = 1000
@@ -37,7 +37,7 @@ class RedisBacklog:
 
     def unfinished(self, most: int) -> Unfinished:
         """The `most` models and samples that waited longest without progress."""
-        found = [id_.decode() for id_ in cast(list[bytes], self._redis.zrange(keys.PENDING, 0, most - 1))]
+        found = texts(self._redis.zrange(keys.PENDING, 0, most - 1))
         models = list(filter(ids.is_model_id, found))
         samples = self._samples(list(filterfalse(ids.is_model_id, found)))
         queues = sorted({sample.queue for sample in samples})
@@ -135,7 +135,7 @@ class RedisBacklog:
             rows = zip(slice_, answers[::3], answers[1::3], answers[2::3], strict=True)
             for (sampler_id, _), owner, queue, paused in rows:
                 if owner and queue:
-                    found[sampler_id] = json.loads(owner), queue.decode(), {each.decode() for each in paused}
+                    found[sampler_id] = json.loads(owner), queue.decode(), set(texts(paused))
         return found
 
     def _sequences(self, queue: str) -> int:
@@ -160,11 +160,9 @@ class RedisCalls:
         client."""
         joined = int(cast("bytes | None", self._redis.hget(keys.record("samplers", sampler_id), "joined")) or 0)
         targets = [ids.poll_target(sampler_id, clone) for clone in range(joined + 1)]
-        found = {request.decode() for request in cast(set[bytes], self._redis.smembers(keys.sampled(sampler_id)))}
+        found = set(texts(self._redis.smembers(keys.sampled(sampler_id))))
         for target in targets:
-            found.update(
-                one.decode() for one in cast(list[bytes], self._redis.zrange(keys.completed(target), -_MOST, -1))
-            )
+            found.update(texts(self._redis.zrange(keys.completed(target), -_MOST, -1)))
         return self.of(sorted(found))
 
     def of(self, request_ids: Iterable[str]) -> list[Call]:

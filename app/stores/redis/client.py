@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import redis
@@ -93,6 +93,16 @@ def read_hash(client: redis.Redis, key: str) -> dict[bytes, bytes]:
 
 def text_fields(fields: Mapping[bytes, bytes]) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in fields.items()}
+
+
+def found_fields(names: Iterable[str], values: Any) -> dict[str, str]:
+    """The fields with these names that a hash has, by a reply to HMGET."""
+    return {name: text.decode() for name, text in zip(names, values, strict=True) if text is not None}
+
+
+def texts(found: Any) -> list[str]:
+    """The texts in a reply. It is Any, since the client's types allow replies that `connect` never asks for."""
+    return [text.decode() for text in found]
 
 
 def slices(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -17,7 +17,7 @@ from app.domain.progress import Point
 from app.domain.results import NOTHING, Result, Usage
 from app.errors import BadRequest, Fenced, Gone, NotFound, RequestError, Unavailable
 from app.stores.redis import keys, limits
-from app.stores.redis.client import flat, read_hash
+from app.stores.redis.client import flat, read_hash, texts
 from app.stores.redis.futures import CONFLICT, RedisFutures
 from app.stores.redis.types import Admission, Entry, Lease, NextOp, OwnedElsewhere, Pending, Record, RefusalKind, Write
 
@@ -89,7 +89,7 @@ class RedisOpLog(RedisFutures):
         more = limits.of_op(charge), audited, trace, *source, *flat(model or {})
 
         def read(found: Any) -> Admission:
-            what, detail = _texts(found)
+            what, detail = texts(found)
             if what in _REFUSALS:
                 text = _REFUSALS[what].format(model=model_id, seq=seq, reason=detail)
                 raise _ERRORS.get(what, BadRequest)(text)
@@ -115,7 +115,7 @@ class RedisOpLog(RedisFutures):
 
         Raises NotFound for an unknown model, Gone for one that has ended.
         """
-        found = _texts(self._run("acquire", model_id, worker, self._lease_ms))
+        found = texts(self._run("acquire", model_id, worker, self._lease_ms))
         if not found:
             raise NotFound(f"model {model_id!r} does not exist")
         if len(found) == 1:
@@ -131,7 +131,7 @@ class RedisOpLog(RedisFutures):
         Returns the ids whose leases are not ours any more. A worker that does not renew a lease is missing: each Op
         that it began and did not put back counts as a crash of this worker.
         """
-        return _texts(self._run("renew", worker, self._lease_ms, *ids))
+        return texts(self._run("renew", worker, self._lease_ms, *ids))
 
     def claim_node(self, node: str, worker: str, claim: str, over: str = "") -> str:
         """Takes the name of a node for a worker. Returns "", or the claim of another live worker that has the name.
@@ -140,7 +140,7 @@ class RedisOpLog(RedisFutures):
 
     def silent_nodes(self) -> dict[str, str]:
         """The claims of workers that are not heard, by node."""
-        found = _texts(self._run("silent_nodes"))
+        found = texts(self._run("silent_nodes"))
         return dict(zip(found[::2], found[1::2], strict=True))
 
     def forget_node(self, node: str, claim: str) -> bool:
@@ -340,7 +340,7 @@ class RedisOpLog(RedisFutures):
 
     def sample_queues(self) -> list[str]:
         """The queues to which sampling requests were ever dispatched."""
-        return [queue.decode() for queue in cast("list[bytes]", self._redis.hkeys(keys.RUNG_ROWS))]
+        return texts(self._redis.hkeys(keys.RUNG_ROWS))
 
     def holders(self, model_ids: Sequence[str]) -> list[str]:
         """The node of the worker that holds each model in memory; empty without one. A name that is not UTF-8 hides no
@@ -363,7 +363,7 @@ class RedisOpLog(RedisFutures):
 
     def waiting(self, model_id: str, seq: int, limit: int = 100) -> tuple[str, ...]:
         """The kinds of the waiting Ops from `seq` on, up to a gap."""
-        return tuple(_texts(self._run("waiting", model_id, seq, limit)))
+        return tuple(texts(self._run("waiting", model_id, seq, limit)))
 
 
 def _entry(seq: int, request_id: str, op: Mapping[bytes, bytes], payload: bytes) -> Entry:
@@ -376,10 +376,6 @@ def _point(point: Point | None) -> str:
         return ""
     stored = {"metrics": dict(point.metrics), "tokens": point.tokens, "weight": point.weight, "seconds": point.seconds}
     return json.dumps(stored, separators=(",", ":"))
-
-
-def _texts(found: Sequence[bytes]) -> list[str]:
-    return [part.decode() for part in found]
 
 
 def _heads(rows: Sequence[Sequence[Any]]) -> list[NextOp]:

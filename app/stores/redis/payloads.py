@@ -16,7 +16,7 @@ from app.errors import Unavailable
 from app.settings import EngineSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.redis import keys
-from app.stores.redis.client import Scripts
+from app.stores.redis.client import Scripts, texts
 
 # To pass 5 MB to a script took four times as long as to write them to a key.
 INLINE_BYTES = 64 * 1024
@@ -121,7 +121,7 @@ class RedisPayloads:
     def due(self, limit: int) -> list[str]:
         """Request ids of the payloads to move now: large ones, and the oldest ones while more than half of the budget
         is used."""
-        return [request_id.decode() for request_id in self._run("due_to_spill", limit)]
+        return texts(self._run("due_to_spill", limit))
 
     def spill(self, request_id: str) -> bool:
         """Moves one payload. Returns False when it was dropped meanwhile. Raises Unavailable; the payload then stays in
@@ -146,7 +146,7 @@ class RedisPayloads:
 
     def due_results(self, limit: int) -> list[str]:
         """Request ids of large results that have to move."""
-        return [request_id.decode() for request_id in self._run("due_results", limit)]
+        return texts(self._run("due_results", limit))
 
     def spill_result(self, request_id: str) -> bool:
         """Moves one result. Returns False when it expired or moved meanwhile. Raises Unavailable; the result then stays
@@ -177,7 +177,7 @@ class RedisPayloads:
         return len(garbage)
 
     def _remove(self, garbage: Sequence[bytes]) -> None:
-        self._objects.delete([key.decode() for key in garbage])
+        self._objects.delete(texts(garbage))
         self._redis.srem(keys.SPILL_GARBAGE, *garbage)
 
     def _remove_singly(self, garbage: Sequence[bytes]) -> None:
