@@ -306,7 +306,7 @@ class RedisFutures:
         try:
             found = run(*content)
             if found[0] == _ABSENT:
-                self._staging.write(content[1], payload)
+                self._staging.write(content.key, payload)
                 found = run(*content)
         except NotReplicated as error:
             if error.reply and error.reply[0] in _FRESH:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import redis
 
@@ -35,30 +35,38 @@ _GARBAGE_AT_ONCE, _MOST_STUCK = 500, 3
 _ABANDONED_MS = 3_600_000
 
 
+class Placed(NamedTuple):
+    """Bytes as a script takes them: inline, or b"" and the key that holds large ones, and their size."""
+
+    inline: bytes
+    key: str
+    size: int
+
+
 class Staging:
     """Bytes on their way to a script, which gets the name of a key instead of the bytes themselves."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._redis = client
 
-    def place(self, content: bytes, inline: int = INLINE_BYTES) -> tuple[bytes, str, int]:
-        """(the bytes for a script, the key that will hold them, their size). The key is empty for bytes that are fewer
-        than `inline`, else the bytes are empty."""
-        is_small = len(content) < inline
-        return content if is_small else b"", "" if is_small else keys.staged(uuid.uuid4().hex), len(content)
+    def place(self, content: bytes, least: int = INLINE_BYTES) -> Placed:
+        """Inline, or with a new key for `least` bytes and more. Nothing is written yet."""
+        if len(content) < least:
+            return Placed(content, "", len(content))
+        return Placed(b"", keys.staged(uuid.uuid4().hex), len(content))
 
-    def place_result(self, body: bytes, inline: int) -> tuple[bytes, str, int]:
+    def place_result(self, body: bytes, least: int) -> Placed:
         """As `place`, with the bytes written already. While the server is full, they stay bytes: what runs must drain,
         and only a script may write then. They also stay bytes for an API process of an earlier version."""
-        placed = self.place(body, max(inline, PIECE_BYTES))
-        if not placed[1]:
+        placed = self.place(body, max(least, PIECE_BYTES))
+        if not placed.key:
             return placed
         if not self._reads_pieces():
-            return body, "", len(body)
+            return Placed(body, "", len(body))
         try:
-            self.write(placed[1], body)
+            self.write(placed.key, body)
         except redis.OutOfMemoryError:
-            return body, "", len(body)
+            return Placed(body, "", len(body))
         return placed
 
     def _reads_pieces(self) -> bool:
