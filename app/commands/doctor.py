@@ -76,7 +76,7 @@ def examine(options: Options) -> Findings:
         given, running = planned(options)
     except SetupError as error:
         yield Finding("settings", WRONG, str(error))
-        given, running = Settings(), None
+        given = Settings()
         yield from (*_versions(given), *_guarded("GPUs", partial(gpus, given)))
         return
     file = str(options.config or os.environ.get(SETTINGS_VARIABLE) or "the defaults")
