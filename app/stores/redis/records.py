@@ -303,7 +303,7 @@ class RedisRecords:
                 pipe.xrevrange(keys.progress(model_id), count=most_points)
             found = pipe.execute()
         return [
-            Progress(int(steps or 0), int(tokens or 0), [_point(*row) for row in reversed(rows)])
+            Progress(int(steps or 0), int(tokens or 0), [_load_point(*row) for row in reversed(rows)])
             for (steps, tokens), rows in zip(found[::2], found[1::2], strict=True)
         ]
 
@@ -341,8 +341,14 @@ class RedisRecords:
         return seconds + micros / 1e6
 
 
-def _point(id_: bytes, fields: Mapping[bytes, bytes]) -> Point:
-    """A newer worker may have written more than this one knows."""
+def dump_point(point: Point) -> str:
+    """A point as a run's stream holds it, beside its kind and its seq."""
+    stored = {"metrics": dict(point.metrics), "tokens": point.tokens, "weight": point.weight, "seconds": point.seconds}
+    return json.dumps(stored, separators=(",", ":"))
+
+
+def _load_point(id_: bytes, fields: Mapping[bytes, bytes]) -> Point:
+    """The inverse of `dump_point`. A newer worker may have written more than this one knows."""
     at = int(id_.partition(b"-")[0]) / 1000
     known = {name: value for name, value in json.loads(fields[b"point"]).items() if name in _POINT_FIELDS}
     return Point(fields[b"kind"].decode(), seq=int(fields[b"seq"]), at=at, **known)
