@@ -129,9 +129,9 @@ class Scripts:
 
     def __call__(self, name: str, *argv: bytes | str | float) -> Any:
         try:
-            return (
-                self._confirmed(name, argv) if name in CONFIRMED and self.replicas else self._scripts[name](args=argv)
-            )
+            if self.replicas and name in CONFIRMED:
+                return self._confirmed(name, argv)
+            return self._scripts[name](args=argv)
         except redis.ResponseError as error:
             if str(error).startswith(_FULL):
                 raise Unavailable(f"{str(error).removeprefix(_FULL)}; try again soon") from None
