@@ -13,7 +13,7 @@ import redis
 from app import ids
 from app.domain.progress import NEWEST_POINTS, described
 from app.domain.records import Model, Session
-from app.stack.child import StopFlag
+from app.stack.signals import StopFlag
 from app.stack.terminal import counted
 from app.stores.redis import keys
 from app.stores.redis.client import texts

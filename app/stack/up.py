@@ -38,10 +38,11 @@ from app.settings import (
     netloc,
 )
 from app.stack import checks, config, hardware, placement, ports, valkey
-from app.stack.child import Command, StopFlag, interrupted_by, stop_signals
+from app.stack.child import Command
 from app.stack.config import Options
 from app.stack.data_folder import DataFolder, write_private
 from app.stack.run_news import RunNews
+from app.stack.signals import StopFlag, interrupted_by, stop_signals
 from app.stack.supervisor import Supervisor
 from app.stack.terminal import show, warn
 from app.stores.redis.client import connect
