@@ -42,7 +42,7 @@ _ERRORS: dict[str, type[RequestError]] = {"unknown": NotFound, "ended": Gone, "f
 # The journal holds a reason twice, and once more in each Op that it fails. A client's text in it may have megabytes.
 _LONGEST_REASON = 1_000
 _RESTORES_S = 3600
-# The bytes of a journal that a restore holds at once.
+# The Ops that a replay reads at once, and the bytes of their content.
 _AT_ONCE, _AT_ONCE_BYTES = 32, 4 * 2**20
 
 
