@@ -123,8 +123,7 @@ class Scripts:
     """
 
     def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
-        texts = scripts.packaged(settings)
-        self._scripts = {name: client.register_script(text) for name, text in texts.items()}
+        self._scripts = {name: client.register_script(text) for name, text in scripts.packaged(settings).items()}
         self._redis, self.replicas = client, settings.replicas
 
     def __call__(self, name: str, *argv: bytes | str | float) -> Any:
