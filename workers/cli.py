@@ -13,7 +13,7 @@ from typing import NoReturn
 from app import malloc, settings
 from app.dispatch import sample_queue, train_queue
 from app.errors import SetupError
-from app.settings.gpus import for_each
+from app.settings.gpus import gpus_of_copies
 from workers.process import gpu_start_locks, multinode
 from workers.process.startup import refuse, uncollected
 
@@ -133,7 +133,7 @@ def _add_worker_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _gpus(name: str, section: settings.TrainerSettings | settings.SamplerSettings, copy: int) -> tuple[int, ...]:
-    copies = for_each(name, section.devices, section.count)
+    copies = gpus_of_copies(name, section.devices, section.count)
     if not 0 <= copy < len(copies):
         raise SetupError(f"--copy is {copy}, but {name}.count is {section.count}; give a number below it")
     return copies[copy]

@@ -12,8 +12,8 @@ from app.services import recovery
 from app.services.recovery import Rebuild, Restored
 from app.services.tenants import spending
 from app.settings import Settings
-from app.stack.arguments import without_secrets
 from app.stack.config import Options
+from app.stack.redaction import without_secrets
 from app.stack.terminal import show
 from app.stores.objects import create, folder_of
 from app.stores.objects.base import ObjectStore, whole_file

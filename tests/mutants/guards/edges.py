@@ -344,8 +344,8 @@ MUTANTS = (
     Mutant(
         "entries: no more than a handful",
         "app/stores/redis/journal.py",
-        "if not op or (found and left < 0):",
-        "if not op:",
+        "if not op.fields or (handful and left < 0):",
+        "if not op.fields:",
         f"{_BOUNDS}::test_a_replay_reads_few_bytes_at_once",
     ),
     Mutant(
