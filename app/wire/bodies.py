@@ -261,7 +261,8 @@ def open_envelope(body: Any) -> Envelope:
     content = body.get(_input_of(body))
     data = content.get("data") if isinstance(content, dict) else None
     datums = len(data) if isinstance(data, list) else 0
-    return Envelope(body["model_id"], seq, _FORWARD in body, datums, lambda find: _to_op(body, find))
+    no_spans = [()] * datums  # these SDKs send none
+    return Envelope(body["model_id"], seq, _FORWARD in body, datums, lambda find: _to_op(body, find), lambda: no_spans)
 
 
 def model_input(chunks: Any, what: str, datum: int = 0) -> ModelInput:

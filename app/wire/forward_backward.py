@@ -59,7 +59,7 @@ class Envelope:
     forward_only: bool
     datums: int
     decode: Callable[[FindLoss], ForwardBackward]
-    spans: Callable[[], Sequence[Sequence[Span]]] = tuple
+    spans: Callable[[], Sequence[Sequence[Span]]]
 
 
 def no_losses(loss_id: str) -> CustomLoss:
@@ -73,8 +73,14 @@ def open_envelope(body: bytes) -> Envelope:
         request = pb.ForwardBackwardRequest.FromString(body)
     except DecodeError:
         raise BadRequest(f"the body of {len(body)} bytes is not a ForwardBackwardRequest protobuf") from None
-    who = request.model_id, request.seq_id, request.forward_only
-    return Envelope(*who, len(request.data), lambda find: _to_op(request, find), lambda: _spans(request))
+    return Envelope(
+        request.model_id,
+        request.seq_id,
+        request.forward_only,
+        len(request.data),
+        decode=lambda find: _to_op(request, find),
+        spans=lambda: _spans(request),
+    )
 
 
 @dataclass(frozen=True, slots=True)
