@@ -21,10 +21,11 @@ from app.services.queue import QueueService, QueueSnapshots, QueueStates
 from app.services.sampling import SamplingService
 from app.services.sessions import SessionSearch, SessionService, TraceService
 from app.services.teardown import Teardown
-from app.services.tenants.access import Authenticator, OwnKey, Sources, Tokens
+from app.services.tenants.access import Sources
 from app.services.tenants.accounts import AccountRecovery, AccountService
 from app.services.tenants.administration import Administration
 from app.services.tenants.audit import AuditService
+from app.services.tenants.authentication import Authenticator, OwnKey, Tokens
 from app.services.tenants.limits import LimitsFinder, QuotaService
 from app.services.tenants.spending import Spending
 from app.services.tenants.usage import UsageService
