@@ -15,7 +15,7 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest
 from app.domain import ops
 from app.domain.ops import ForwardBackward
 from app.errors import BadRequest
-from app.wire import bodies, forward_backward
+from app.wire import forward_backward, json_bodies
 from app.wire import tinker_pb2 as pb
 from app.wire.forward_backward import no_losses, open_envelope
 
@@ -137,7 +137,7 @@ def test_a_json_body_is_the_same_op_to_the_digest() -> None:
     }
     content = {"data": [item], "loss_fn": "cross_entropy"}
     body = json.dumps({"model_id": "s:train:0", "seq_id": 7, "forward_backward_input": content}).encode()
-    envelope = bodies.open_envelope(json.loads(body))
+    envelope = json_bodies.open_envelope(json.loads(body))
     ours = envelope.decode(no_losses)
     theirs = decode(sdk_body([datum([1, 2], target_tokens=[2, 3], weights=[1.0, 0.5])]))
     assert (envelope.model_id, envelope.seq) == ("s:train:0", 7)
