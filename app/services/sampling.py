@@ -27,8 +27,8 @@ from app.services.validation import (
 )
 from app.settings import LimitSettings
 from app.stores.redis.records import RedisRecords, dump
-from app.wire.forward_backward import to_cells
 from app.wire.json_bodies import model_input, tensor
+from app.wire.tensors import to_cells
 
 TARGETS = "target_prompt_logprobs"
 MAX_STOPS = 64
