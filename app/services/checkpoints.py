@@ -28,7 +28,7 @@ from app.services.tenants.access import (
     page_of_checkpoints,
 )
 from app.services.tenants.limits import QuotaService
-from app.services.training import check_ttl
+from app.services.validation import check_ttl
 from app.services.views import CHECKPOINT_TYPES, Page, check_writable, checkpoint_view, projects, searched, timestamp
 from app.signing import UrlSigner
 from app.stores.objects.archives import Archive, ArchiveFiles

@@ -21,7 +21,6 @@ from app import ids
 from app.domain import ops
 from app.domain.accounts import Caller
 from app.domain.checkpoints import CheckpointPrefix
-from app.domain.limits import LONGEST_TTL_S, SHORTEST_TTL_S
 from app.domain.losses import LOSSES, CustomLoss
 from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, Ragged, SaveWeights
 from app.domain.records import Loss, Model, Sampler, Session
@@ -42,6 +41,7 @@ from app.services.validation import (
     check_same_role,
     check_sampleable,
     check_sampled_role,
+    check_ttl,
     exports_merged,
     in_range,
 )
@@ -194,12 +194,6 @@ class TrainingService:
     def _admit(self, caller: Caller, model: Model, model_id: str, seq: int, op: Op, audited: str = "") -> Promise:
         request_id = self._admission.admit(caller, model_id, model, seq, op, audited)
         return {"request_id": request_id, "model_id": model_id}
-
-
-def check_ttl(ttl_seconds: int | None) -> None:
-    """Accepts one hour to ten years; None keeps the checkpoint for ever. Raises BadRequest."""
-    if ttl_seconds is not None:
-        in_range("ttl_seconds", ttl_seconds, SHORTEST_TTL_S, LONGEST_TTL_S)
 
 
 # They stay in the state server's memory until their session is removed. A loss takes 1 to 3 KB, and at most 170 KB.
