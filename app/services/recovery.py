@@ -70,20 +70,21 @@ class Rebuild:
         self, oplog: RedisOpLog, lifecycle: RedisLifecycle, records: RedisRecords, objects: ObjectStore
     ) -> None:
         self._oplog, self._lifecycle, self._records, self._objects = oplog, lifecycle, records, objects
+        self._restored = Restored()
         self._moves: dict[str, str] = {}
 
     def __call__(self) -> Restored:
         """Rebuilds everything. Raises Unavailable, after which it can be run again."""
-        restored, self._moves = Restored(), read_moves(self._objects)
+        self._restored, self._moves = Restored(), read_moves(self._objects)
         for model_id, found in self._models().items():
             head = self._records.get(Model.namespace, model_id)
             if head is None:
-                self._restore(model_id, found, restored)
+                self._restore(model_id, found)
             elif lost := [place for place in found if self._is_lost(place, head)]:
-                self._catch_up(model_id, head, found, lost, restored)
+                self._catch_up(model_id, found, lost)
             else:
-                restored.known += 1
-        return restored
+                self._restored.known += 1
+        return self._restored
 
     def _models(self) -> dict[str, KeysByPlace]:
         models: defaultdict[str, KeysByPlace] = defaultdict(dict)
@@ -102,43 +103,41 @@ class Rebuild:
             return place.epoch > epoch
         return not self._oplog.waiting(place.model_id, place.seq, 1)
 
-    def _catch_up(
-        self, model_id: str, head: Record, found: KeysByPlace, lost: list[CheckpointPrefix], restored: Restored
-    ) -> None:
+    def _catch_up(self, model_id: str, found: KeysByPlace, lost: list[CheckpointPrefix]) -> None:
         """Restores a run that was set back. The new epoch is written last, because after it nothing counts as lost."""
-        for place, manifest in self._newest_of_each(lost, found, restored):
+        for place, manifest in self._newest_of_each(lost, found):
             if manifest.path:
-                self._restore_checkpoint(place, manifest, restored)
+                self._restore_checkpoint(place, manifest)
         epoch = str(max(place.epoch for place in lost) + _FAR)
         self._records.update(Model.namespace, model_id, {"epoch": epoch, "epoch_floor": epoch})
-        restored.set_back.append(model_id)
+        self._restored.set_back.append(model_id)
 
-    def _restore(self, model_id: str, found: KeysByPlace, restored: Restored) -> None:
+    def _restore(self, model_id: str, found: KeysByPlace) -> None:
         """Restores a missing run. Its record is written last, so a run that has a record was restored completely."""
         snapshot, manifests = None, []
-        for place, manifest in self._newest_of_each(found, found, restored):
+        for place, manifest in self._newest_of_each(found, found):
             manifests.append(manifest)
             if place.kind == SNAPSHOT:
                 snapshot = place
             elif manifest.path:
-                self._restore_checkpoint(place, manifest, restored)
+                self._restore_checkpoint(place, manifest)
         if manifests:
-            self._restore_run(model_id, manifests, snapshot, max(place.epoch for place in found) + _FAR, restored)
+            self._restore_run(model_id, manifests, snapshot, max(place.epoch for place in found) + _FAR)
 
     def _newest_of_each(
-        self, places: Iterable[CheckpointPrefix], found: KeysByPlace, restored: Restored
-    ) -> Iterable[tuple[CheckpointPrefix, Manifest]]:
+        self, places: Iterable[CheckpointPrefix], found: KeysByPlace
+    ) -> Iterator[tuple[CheckpointPrefix, Manifest]]:
         """The newest snapshot, and the newest generation of each checkpoint."""
         by_name: defaultdict[tuple[str, str], list[CheckpointPrefix]] = defaultdict(list)
         for place in places:
             by_name[place.kind, "" if place.kind == SNAPSHOT else place.name].append(place)
         for _, generations in sorted(by_name.items()):
-            newest = self._newest(generations, found, restored)
+            newest = self._newest(generations, found)
             if newest is not None:
                 yield newest
 
     def _newest(
-        self, places: Iterable[CheckpointPrefix], found: KeysByPlace, restored: Restored
+        self, places: Iterable[CheckpointPrefix], found: KeysByPlace
     ) -> tuple[CheckpointPrefix, Manifest] | None:
         """The newest complete place; a half-written place has no manifest."""
         for place in sorted(places, key=lambda place: (place.epoch, place.seq), reverse=True):
@@ -147,7 +146,7 @@ class Rebuild:
             manifest = self._manifest(place, found[place])
             if manifest is not None and all(f"{place}/{name}" in found[place] for name in manifest.files):
                 return place, manifest
-            restored.damaged.append(str(place))
+            self._restored.damaged.append(str(place))
         return None
 
     def _manifest(self, place: CheckpointPrefix, keys: list[str]) -> Manifest | None:
@@ -166,7 +165,7 @@ class Rebuild:
             return None
         return manifest
 
-    def _restore_checkpoint(self, place: CheckpointPrefix, manifest: Manifest, restored: Restored) -> None:
+    def _restore_checkpoint(self, place: CheckpointPrefix, manifest: Manifest) -> None:
         checkpoint = Checkpoint(
             owner=manifest.owner,
             model_id=place.model_id,
@@ -184,9 +183,9 @@ class Rebuild:
             expiry_by=manifest.expiry_by,
         )
         if checkpoint.is_expired(self._records.now()):
-            restored.expired += 1
+            self._restored.expired += 1
         elif self._record(manifest, checkpoint):
-            restored.checkpoints.append(manifest.path)
+            self._restored.checkpoints.append(manifest.path)
 
     def _record(self, manifest: Manifest, checkpoint: Checkpoint) -> bool:
         """Records the checkpoint. False when the newest save at this path is recorded already."""
@@ -213,7 +212,6 @@ class Rebuild:
         manifests: list[Manifest],
         snapshot: CheckpointPrefix | None,
         epoch: int,
-        restored: Restored,
     ) -> None:
         """Restores the run's record. Without a snapshot the run cannot continue: it has ended, and only its checkpoints
         are left."""
@@ -239,11 +237,11 @@ class Rebuild:
             seq = str(snapshot.seq)
             head |= {"applied": seq, "snapshot_seq": seq, "snapshot": str(snapshot)}
         if not self._oplog.create_model(model_id, {**dump(model), **head}):
-            restored.known += 1
+            self._restored.known += 1
         elif snapshot is None:
-            restored.ended.append(model_id)
+            self._restored.ended.append(model_id)
         else:
-            restored.runs[model_id] = snapshot.seq
+            self._restored.runs[model_id] = snapshot.seq
 
 
 def _check(place: CheckpointPrefix, manifest: Manifest) -> None:
