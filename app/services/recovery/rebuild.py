@@ -1,29 +1,21 @@
-"""Recovery: rebuilds runs and checkpoints from manifests, and backs up the objects that no manifest can replace.
-
-A backup file has one JSON text per line: a head, one line per object, and last the number of objects. The last line
-shows that the file was not cut short.
-"""
+"""Rebuild: restores the records of runs and checkpoints from their manifests."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from app import ids
 from app.domain.checkpoints import MANIFEST, MODELS, OWNER, SNAPSHOT, CheckpointPrefix, Manifest
 from app.domain.records import Checkpoint, Model, Session
-from app.errors import BadRequest, NotFound, SetupError
-from app.stores.objects import accounts
-from app.stores.objects.base import ObjectStore, check_key
+from app.errors import BadRequest, NotFound
+from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import has_note, read_moves, read_note
-from app.stores.pages import LEDGERS
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump
@@ -35,9 +27,6 @@ KeysByPlace = dict[CheckpointPrefix, list[str]]
 _TYPED = TypeAdapter(Manifest)
 # Owners that wrote only local snapshots left no trace of their epochs in the object store. No run has a million epochs.
 _FAR = 2**20
-
-ROOTS = (accounts.ROOT, *LEDGERS)
-_HEAD = {"tinsmith": "backup", "version": 1}
 
 
 @dataclass
@@ -261,51 +250,3 @@ def _check(place: CheckpointPrefix, manifest: Manifest) -> None:
 
 def _unix(moment: str) -> float:
     return datetime.fromisoformat(moment).timestamp()
-
-
-def backup_lines(objects: ObjectStore) -> Iterator[str]:
-    """The lines of a backup. Raises Unavailable while the store is away, and SetupError for a damaged object."""
-    yield json.dumps(_HEAD)
-    keys = [key for root in ROOTS for key in objects.list(f"{root}/")]
-    for key in keys:
-        try:
-            content = objects.read(key).decode()
-        except UnicodeDecodeError:
-            raise SetupError(
-                f"{key} in the object store is damaged: restore it from an earlier backup, or delete it"
-            ) from None
-        yield json.dumps({"key": key, "content": content})
-    yield json.dumps({"objects": len(keys)})
-
-
-def check_backup(backup: Iterable[str]) -> int:
-    """The number of objects in the backup. Raises BadRequest, naming the line, for anything that `backup_lines` did not
-    write."""
-    rest = enumerate(backup, 1)
-    if _parsed(next(rest, (1, ""))[1]) != _HEAD:
-        raise BadRequest("line 1 is not the header of a backup of this version")
-    count = 0
-    for number, text in rest:
-        found = _parsed(text)
-        if found == {"objects": count}:
-            return count
-        if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in ("key", "content")):
-            raise BadRequest(f"line {number} is damaged")
-        if check_key(found["key"]).split("/")[0] not in ROOTS:
-            raise BadRequest(f"line {number} holds {found['key']!r}, which is not in a backup")
-        count += 1
-    raise BadRequest(f"the file ends after {count} objects, before its last line: it was cut short")
-
-
-def restore_backup(backup: Iterable[str], objects: ObjectStore) -> int:
-    """Stores the objects of a checked backup that are missing, and returns their number. Existing objects never
-    change."""
-    found = (_parsed(text) for text in backup)
-    return sum(objects.put_new(each["key"], each["content"].encode()) for each in found if "key" in each)
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
