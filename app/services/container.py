@@ -146,6 +146,7 @@ def build(settings: Settings) -> Services:
     backlog = RedisBacklog(client, settings.engine)
     snapshots = QueueSnapshots(bases, oplog, backlog, lambda project: limits.project(project).weight)
     queue_states = QueueStates(snapshots, records)
+    by_project = settings.api.queue_metrics_by_project
     return Services(
         settings=settings,
         authenticator=authenticator,
@@ -175,10 +176,7 @@ def build(settings: Settings) -> Services:
         polls=PollService(futures, polls, lifecycle.poll),
         batch_polls=BatchPollService(RedisCompletions(client, settings.engine), records, polls, lifecycle.poll),
         queue_states=queue_states,
-        queue=QueueService(
-            *(snapshots, queue_states, backlog, calls, records, bases, oplog),
-            by_project=settings.api.queue_metrics_by_project,
-        ),
+        queue=QueueService(snapshots, queue_states, backlog, calls, records, bases, oplog, by_project=by_project),
         cancels=cancels,
         openai=OpenAiService(
             bases, samplers, admission, quotas, poll_limiter, result_stream, captures, settings.limits, hub_cache
