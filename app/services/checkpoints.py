@@ -292,7 +292,7 @@ class CopyService:
             owner=manifest.owner,
             model_id=target.model_id,
             prefix=str(_place(target)),
-            created=datetime.fromisoformat(manifest.created).timestamp(),
+            created=manifest.created_at,
             expires_at=manifest.expires_at,
             expiry_by=manifest.expiry_by,
             public=False,

@@ -155,22 +155,7 @@ class Rebuild:
         return manifest
 
     def _restore_checkpoint(self, place: CheckpointPrefix, manifest: Manifest) -> None:
-        checkpoint = Checkpoint(
-            owner=manifest.owner,
-            model_id=place.model_id,
-            kind=place.kind,
-            base_model=manifest.base_model,
-            prefix=str(place),
-            created=_unix(manifest.created),
-            size_bytes=manifest.size,
-            lora=asdict(manifest.lora) if manifest.lora else {},
-            files=sorted(manifest.files),
-            expires_at=manifest.expires_at,
-            user_metadata=dict(manifest.user_metadata),
-            critic=manifest.critic,
-            public=manifest.public,
-            expiry_by=manifest.expiry_by,
-        )
+        checkpoint = Checkpoint.of(place, manifest)
         if checkpoint.is_expired(self._records.now()):
             self._restored.expired += 1
         elif self._record(manifest, checkpoint):
@@ -182,7 +167,7 @@ class Rebuild:
         if self._records.put_new(Checkpoint.namespace, manifest.path, fields):
             return True
         stored = self._records.find(Checkpoint, manifest.path)
-        if stored is not None and self._saved(stored.prefix) >= _unix(manifest.created):
+        if stored is not None and self._saved(stored.prefix) >= manifest.created_at:
             return False
         self._records.put(Checkpoint.namespace, manifest.path, fields)
         return True
@@ -191,7 +176,7 @@ class Rebuild:
         """The time in the manifest of a recorded checkpoint; -inf without a readable one. The record's own time is not
         comparable: it is the state server's, and a manifest has that of its worker."""
         try:
-            return _unix(Manifest.from_json(self._objects.read(f"{prefix}/{MANIFEST}")).created)
+            return Manifest.from_json(self._objects.read(f"{prefix}/{MANIFEST}")).created_at
         except (ValueError, TypeError, NotFound):
             return float("-inf")
 
@@ -206,7 +191,7 @@ class Rebuild:
         are left."""
         last = max(manifests, key=lambda manifest: (manifest.epoch, manifest.seq))
         session_id = ids.session_of(model_id)
-        created = min(_unix(manifest.created) for manifest in manifests)
+        created = min(manifest.created_at for manifest in manifests)
         if self._records.put_new(Session.namespace, session_id, dump(Session(last.owner, created))):
             self._lifecycle.heartbeat(session_id)
         model = Model(
@@ -246,7 +231,3 @@ def _check(place: CheckpointPrefix, manifest: Manifest) -> None:
         raise ValueError(f"the manifest is for {manifest.model_id!r}, seq {manifest.seq}, epoch {manifest.epoch}")
     if datetime.fromisoformat(manifest.created).tzinfo is None:
         raise ValueError(f"the time {manifest.created!r} in the manifest has no time zone")
-
-
-def _unix(moment: str) -> float:
-    return datetime.fromisoformat(moment).timestamp()
