@@ -105,13 +105,13 @@ def point_of(op: object, output: Output) -> Point | None:
     """The point of an Op that ran; None for a kind without one."""
     match op, output:
         case ForwardBackward(forward_only=False), ForwardBackwardOutput() | CriticOutput():
-            return Point(op.kind, _some(output.metrics), len(op.batch.tokens.values), _weight(op))
+            return Point(op.kind, _bounded(output.metrics), len(op.batch.tokens.values), _weight(op))
         case OptimStep(), OptimStepOutput():
-            return Point(op.kind, _some(output.metrics))
+            return Point(op.kind, _bounded(output.metrics))
     return None
 
 
-def _some(metrics: Mapping[str, float]) -> dict[str, float]:
+def _bounded(metrics: Mapping[str, float]) -> dict[str, float]:
     """At most MOST_METRICS metrics in six digits, with names of _MOST_NAMES characters in all; first the loss."""
     names = sorted(metrics, key=lambda name: name != LOSS_SUM)[:MOST_METRICS]
     ends = accumulate(map(len, names))
