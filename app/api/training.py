@@ -44,8 +44,8 @@ from app.domain.ops import AdamParams
 from app.errors import BadRequest, LimitReached, RequestError
 from app.ids import MAX_NUMBER, MAX_SEQ
 from app.stores.redis.types import RefusalKind
-from app.wire import bodies
 from app.wire import forward_backward as wire
+from app.wire import json_bodies
 from app.wire.forward_backward import Envelope
 
 training_blueprint = make("training", "Training")
@@ -294,7 +294,7 @@ def create_custom_loss(asked: dict[str, Any]) -> dict[str, str]:
 def read_envelope() -> Envelope:
     """The envelope of the current request's body: its model and seq. Raises BadRequest or TooLarge."""
     if request.is_json:
-        return bodies.open_envelope(json_content())
+        return json_bodies.open_envelope(json_content())
     return wire.open_envelope(batch_content())
 
 

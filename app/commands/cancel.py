@@ -17,7 +17,7 @@ from app.domain.records import Model, Session
 from app.errors import SetupError, TinsmithError
 from app.services.teardown import Teardown
 from app.services.tenants import audit
-from app.services.tenants.access import project_of
+from app.services.tenants.authentication import project_of
 from app.settings import Settings
 from app.stack.config import Options
 from app.stack.terminal import counted, show, visible

@@ -19,8 +19,8 @@ from app.services.openai.tool_calls import OfferedTools, format_of
 from app.services.sampling import check_sample
 from app.services.validation import check_reads_images
 from app.settings import LimitSettings
-from app.wire.bodies import model_input
 from app.wire.images import ModelInput, text_input
+from app.wire.json_bodies import model_input
 
 _EFFORT = "reasoning_effort"
 """The variable of templates."""
