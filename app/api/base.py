@@ -115,7 +115,7 @@ def services() -> Services:
     return found
 
 
-def blueprint(
+def make_blueprint(
     name: str, group: str, prefix: str = "/api/v1", parameters: Mapping[str, str] = MappingProxyType({})
 ) -> Resource:
     """A blueprint whose routes are below `prefix`, in a group of app/api/docs.py. `parameters` describes every

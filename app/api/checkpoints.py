@@ -23,11 +23,11 @@ from app.api.base import (
     current_caller,
     idempotency_key,
     identifier,
+    make_blueprint,
     needs,
     page_limit,
     services,
 )
-from app.api.base import blueprint as make
 from app.errors import NotFound
 from app.ids import MAX_NUMBER, TinkerPath
 from app.services.views import CHECKPOINT_TYPES, Page
@@ -40,19 +40,19 @@ _PARTS = {
     "name": "the name under which the checkpoint was saved",
 }
 
-runs_blueprint = make("runs", "Checkpoints", parameters=_PARTS)
+runs_blueprint = make_blueprint("runs", "Checkpoints", parameters=_PARTS)
 _TYPES = tuple(CHECKPOINT_TYPES.values())
 _CHECKPOINT = "/training_runs/<run>/checkpoints/<kind>/<name>"
 
-checkpoints_blueprint = make("checkpoints", "Checkpoints")
+checkpoints_blueprint = make_blueprint("checkpoints", "Checkpoints")
 
-archives_blueprint = make(
+archives_blueprint = make_blueprint(
     "archives",
     "Downloads and uploads",
     parameters={**_PARTS, "prefix": "the prefix of a checkpoint's objects, from a signed URL"},
 )
 
-objects_blueprint = make(
+objects_blueprint = make_blueprint(
     "objects", "Downloads and uploads", parameters={"key": "the key of an object, from a signed URL"}
 )
 

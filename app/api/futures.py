@@ -15,24 +15,24 @@ from app.api.base import (
     current_caller,
     identifier,
     large,
+    make_blueprint,
     needs,
     services,
     suspended,
     suspension,
     trace_poll,
 )
-from app.api.base import blueprint as make
 from app.api.examples import RETRIEVE_FUTURE, TRY_AGAIN
 from app.domain.results import JSON, PROTOBUF
 from app.services.views import Page
 from app.stores.redis.types import Completion
 from app.wire import results
 
-futures_blueprint = make("futures", "Futures")
+futures_blueprint = make_blueprint("futures", "Futures")
 
 _MOST_RETRIEVED = 100_000
 
-queue_blueprint = make("queue", "Futures", parameters={"request_id": "the request_id of a sampling request"})
+queue_blueprint = make_blueprint("queue", "Futures", parameters={"request_id": "the request_id of a sampling request"})
 
 
 class RetrieveFuture(SdkSchema):

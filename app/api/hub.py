@@ -7,10 +7,9 @@ from typing import Any
 from flask import Response, send_file
 from marshmallow import Schema, fields
 
-from app.api.base import blueprint as make
-from app.api.base import services
+from app.api.base import make_blueprint, services
 
-blueprint = make(
+blueprint = make_blueprint(
     "hub",
     "Tokenizers",
     prefix="",

@@ -7,13 +7,12 @@ from typing import Any
 
 from marshmallow import RAISE, fields, pre_load, validate
 
-from app.api.base import SdkSchema, counter, current_caller, identifier, metadata, needs, services
-from app.api.base import blueprint as make
+from app.api.base import SdkSchema, counter, current_caller, identifier, make_blueprint, metadata, needs, services
 from app.api.examples import CREATE_MODEL
 from app.api.futures import Promise
 from app.ids import MAX_NUMBER
 
-blueprint = make("models", "Training")
+blueprint = make_blueprint("models", "Training")
 
 
 class Hyperparameters(SdkSchema):

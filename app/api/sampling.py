@@ -6,13 +6,12 @@ from typing import Any
 
 from marshmallow import fields, validate
 
-from app.api.base import SdkSchema, counter, current_caller, identifier, large, needs, services
-from app.api.base import blueprint as make
+from app.api.base import SdkSchema, counter, current_caller, identifier, large, make_blueprint, needs, services
 from app.api.examples import CREATE_SAMPLING_SESSION, SAMPLE
 from app.api.futures import SamplePromise
 from app.ids import MAX_NUMBER
 
-blueprint = make(
+blueprint = make_blueprint(
     "sampling", "Sampling", parameters={"sampler_id": "the sampling_session_id of create_sampling_session"}
 )
 

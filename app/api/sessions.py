@@ -15,17 +15,17 @@ from app.api.base import (
     idempotency_key,
     identifier,
     label,
+    make_blueprint,
     metadata,
     needs,
     page_limit,
     services,
 )
-from app.api.base import blueprint as make
 from app.api.checkpoints import SearchOwner, SignedUrl
 from app.api.examples import CREATE_SESSION
 from app.services.views import Page
 
-blueprint = make("sessions", "Sessions", parameters={"session_id": "the session_id of create_session"})
+blueprint = make_blueprint("sessions", "Sessions", parameters={"session_id": "the session_id of create_session"})
 
 _MOST_TAGS = 64
 _NO_REASON = validate.NoneOf(

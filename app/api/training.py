@@ -30,11 +30,11 @@ from app.api.base import (
     identifier,
     json_content,
     large,
+    make_blueprint,
     metadata,
     needs,
     services,
 )
-from app.api.base import blueprint as make
 from app.api.client import chunk_limits
 from app.api.errors import NOT_UNICODE, describe
 from app.api.examples import FORWARD_BACKWARD, OPTIM_STEP, SAVE_WEIGHTS
@@ -48,7 +48,7 @@ from app.wire import bodies
 from app.wire import forward_backward as wire
 from app.wire.forward_backward import Envelope
 
-training_blueprint = make("training", "Training")
+training_blueprint = make_blueprint("training", "Training")
 _JSON = {"application/json": {"schema": {"type": "object"}}}
 _BATCH_BODY = {
     "required": True,
@@ -65,9 +65,9 @@ _ADAM_DEFAULTS = AdamParams()
 # An SSH key of RSA with 4,096 bits has 724 characters, and a comment may follow.
 _LONGEST_KEY = 4096
 
-weights_blueprint = make("weights", "Weights")
+weights_blueprint = make_blueprint("weights", "Weights")
 
-custom_losses_blueprint = make("custom_losses", "Training")
+custom_losses_blueprint = make_blueprint("custom_losses", "Training")
 # The JSON of a loss is about twice as large as its form in the journal (MAX_BYTES of app/wire/custom_loss.py).
 _MAX_LOSS_BODY = 512 * 1024
 

@@ -10,14 +10,13 @@ from typing import Any
 from flask import request
 from marshmallow import RAISE, fields, validate
 
-from app.api.base import SdkSchema, current_caller, idempotency_key, identifier, needs, services
-from app.api.base import blueprint as make
+from app.api.base import SdkSchema, current_caller, idempotency_key, identifier, make_blueprint, needs, services
 from app.api.checkpoints import SignedUrl, WeightsCopied
 from app.api.models import LoraConfig
 from app.errors import NotFound
 from app.stores.objects.folder import FolderStore
 
-blueprint = make(
+blueprint = make_blueprint(
     "uploads",
     "Downloads and uploads",
     parameters={

@@ -12,8 +12,7 @@ from flask import Response
 from marshmallow import fields, validate
 
 from app.api import errors
-from app.api.base import FirstWrong, current_caller, identifier, large, needs, services
-from app.api.base import blueprint as make
+from app.api.base import FirstWrong, current_caller, identifier, large, make_blueprint, needs, services
 from app.api.chat.base import MAX_MESSAGES, MAX_TOOLS, Counted, Ignored, Nullable, Sampled, Unsupported, answered, gone
 from app.api.examples import COUNT, MESSAGE
 from app.services.anthropic.answers import MessageForm
@@ -21,7 +20,7 @@ from app.services.anthropic.requests import chat_of, sampling_of, thinks
 from app.services.openai.generation import Options
 from app.services.sampling import MAX_STOPS
 
-blueprint = make(
+blueprint = make_blueprint(
     "anthropic",
     "Anthropic",
     prefix=f"{errors.ANTHROPIC}/api/v1",

@@ -10,8 +10,7 @@ from flask import Response
 from marshmallow import ValidationError, fields, validate, validates_schema
 
 from app.api import errors
-from app.api.base import FirstWrong, current_caller, large, needs, services
-from app.api.base import blueprint as make
+from app.api.base import FirstWrong, current_caller, large, make_blueprint, needs, services
 from app.api.chat.base import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -28,7 +27,7 @@ from app.services.openai.requests import EFFORTS, Effort, is_effort
 from app.services.openai.service import Answer
 from app.services.openai.tokenizer import RENDERED
 
-blueprint = make(
+blueprint = make_blueprint(
     "openai",
     "OpenAI",
     prefix=errors.OPENAI,
