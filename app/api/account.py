@@ -7,7 +7,8 @@ from typing import Any
 
 from marshmallow import Schema, fields, validate
 
-from app.api.base import SdkSchema, current_caller, make_blueprint, services
+from app.api.base import current_caller, make_blueprint, services
+from app.api.schemas import SdkSchema
 
 auth_blueprint = make_blueprint("auth", "Account")
 

@@ -14,20 +14,8 @@ from flask import Response, request, send_file
 from marshmallow import fields, validate
 from werkzeug.http import http_date
 
-from app.api.base import (
-    Cursor,
-    Paged,
-    Scoped,
-    SdkSchema,
-    access_token,
-    current_caller,
-    idempotency_key,
-    identifier,
-    make_blueprint,
-    needs,
-    page_limit,
-    services,
-)
+from app.api.base import current_caller, idempotency_key, make_blueprint, needs, services
+from app.api.schemas import Cursor, Paged, Scoped, SdkSchema, access_token, identifier, page_limit
 from app.errors import NotFound
 from app.ids import MAX_NUMBER, TinkerPath
 from app.services.views import CHECKPOINT_TYPES, Page

@@ -10,8 +10,9 @@ from marshmallow import fields
 from prometheus_client import CONTENT_TYPE_LATEST
 from werkzeug.exceptions import RequestEntityTooLarge
 
-from app.api.base import SdkSchema, current_caller, json_content, make_blueprint, needs, services
+from app.api.base import current_caller, json_content, make_blueprint, needs, services
 from app.api.examples import CAPABILITIES
+from app.api.schemas import SdkSchema
 from app.domain.progress import Recorded
 from app.errors import RequestError
 from app.settings import Settings

@@ -18,7 +18,7 @@ from flask import Flask, request
 from flask_smorest import Api
 from werkzeug.exceptions import HTTPException
 
-from app.api.base import ErrorSchema
+from app.api.schemas import ErrorSchema
 from app.errors import STATE_SERVER_AWAY, BadRequest, InvalidToken, OpError, RequestError, Unavailable
 from app.ids import CHECKPOINT_KINDS
 from app.stores.redis.client import is_outage

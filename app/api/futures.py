@@ -7,22 +7,9 @@ from typing import Any
 from flask import Response, request
 from marshmallow import RAISE, Schema, fields, validate
 
-from app.api.base import (
-    Cursor,
-    FirstWrong,
-    Paged,
-    SdkSchema,
-    current_caller,
-    identifier,
-    large,
-    make_blueprint,
-    needs,
-    services,
-    suspended,
-    suspension,
-    trace_poll,
-)
+from app.api.base import current_caller, large, make_blueprint, needs, services, suspended, suspension, trace_poll
 from app.api.examples import RETRIEVE_FUTURE, TRY_AGAIN
+from app.api.schemas import Cursor, FirstWrong, Paged, SdkSchema, identifier
 from app.domain.results import JSON, PROTOBUF
 from app.services.views import Page
 from app.stores.redis.types import Completion

@@ -7,9 +7,10 @@ from typing import Any
 
 from marshmallow import RAISE, fields, pre_load, validate
 
-from app.api.base import SdkSchema, counter, current_caller, identifier, make_blueprint, metadata, needs, services
+from app.api.base import current_caller, make_blueprint, needs, services
 from app.api.examples import CREATE_MODEL
 from app.api.futures import Promise
+from app.api.schemas import SdkSchema, counter, identifier, metadata
 from app.ids import MAX_NUMBER
 
 blueprint = make_blueprint("models", "Training")

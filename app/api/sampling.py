@@ -6,9 +6,10 @@ from typing import Any
 
 from marshmallow import fields, validate
 
-from app.api.base import SdkSchema, counter, current_caller, identifier, large, make_blueprint, needs, services
+from app.api.base import current_caller, large, make_blueprint, needs, services
 from app.api.examples import CREATE_SAMPLING_SESSION, SAMPLE
 from app.api.futures import SamplePromise
+from app.api.schemas import SdkSchema, counter, identifier
 from app.ids import MAX_NUMBER
 
 blueprint = make_blueprint(

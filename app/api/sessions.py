@@ -7,22 +7,10 @@ from typing import Any
 from flask import Response, jsonify
 from marshmallow import fields, validate
 
-from app.api.base import (
-    Paged,
-    Scoped,
-    SdkSchema,
-    current_caller,
-    idempotency_key,
-    identifier,
-    label,
-    make_blueprint,
-    metadata,
-    needs,
-    page_limit,
-    services,
-)
+from app.api.base import current_caller, idempotency_key, make_blueprint, needs, services
 from app.api.checkpoints import SearchOwner, SignedUrl
 from app.api.examples import CREATE_SESSION
+from app.api.schemas import Paged, Scoped, SdkSchema, identifier, label, metadata, page_limit
 from app.services.views import Page
 
 blueprint = make_blueprint("sessions", "Sessions", parameters={"session_id": "the session_id of create_session"})

@@ -11,27 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 from flask import request
 from marshmallow import ValidationError, fields, validate, validates_schema
 from werkzeug.exceptions import HTTPException
 
 from app.api.base import (
-    SdkFloat,
-    SdkSchema,
-    access_token,
+    View,
     at_most,
     batch_content,
-    check_metadata,
     content,
-    counter,
     current_caller,
-    identifier,
     json_content,
     large,
     make_blueprint,
-    metadata,
     needs,
     services,
 )
@@ -40,6 +34,7 @@ from app.api.errors import NOT_UNICODE, describe
 from app.api.examples import FORWARD_BACKWARD, OPTIM_STEP, SAVE_WEIGHTS
 from app.api.futures import Promise
 from app.api.models import Hyperparameters, model_role
+from app.api.schemas import SdkFloat, SdkSchema, access_token, check_metadata, counter, identifier, metadata
 from app.domain.ops import AdamParams
 from app.errors import BadRequest, LimitReached, RequestError
 from app.ids import MAX_NUMBER, MAX_SEQ
@@ -72,7 +67,6 @@ custom_losses_blueprint = make_blueprint("custom_losses", "Training")
 _MAX_LOSS_BODY = 512 * 1024
 
 _FINAL_STATUSES = (400, 413, 422)
-View = Callable[..., Any]
 
 
 def consumes_seq(*, gradient: bool = False) -> Callable[[View], View]:
@@ -103,7 +97,7 @@ def consumes_seq(*, gradient: bool = False) -> Callable[[View], View]:
                 raise
             return view(*args, **kwargs)
 
-        return wrapped
+        return cast(View, wrapped)
 
     return decorate
 
@@ -304,8 +298,9 @@ def _refuse_seq(reason: str, gradient: bool) -> bool:
         envelope = read_envelope()
     except (RequestError, HTTPException):
         return True
-    loses = gradient and not envelope.forward_only
-    kind: RefusalKind = "skip" if not loses else "forward_backward" if _may_be_a_chunk(envelope) else "lost_batch"
+    kind: RefusalKind = "skip"
+    if gradient and not envelope.forward_only:
+        kind = "forward_backward" if _may_be_a_chunk(envelope) else "lost_batch"
     kept = reason.encode(errors="backslashreplace").decode()  # a field's name may be the invalid text
     return services().admission.refuse(envelope.model_id, envelope.seq, current_caller(), kept, kind)
 

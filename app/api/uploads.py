@@ -10,9 +10,10 @@ from typing import Any
 from flask import request
 from marshmallow import RAISE, fields, validate
 
-from app.api.base import SdkSchema, current_caller, idempotency_key, identifier, make_blueprint, needs, services
+from app.api.base import current_caller, idempotency_key, make_blueprint, needs, services
 from app.api.checkpoints import SignedUrl, WeightsCopied
 from app.api.models import LoraConfig
+from app.api.schemas import SdkSchema, identifier
 from app.errors import NotFound
 from app.stores.objects.folder import FolderStore
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from math import inf
-from typing import cast
+from typing import Any, cast
 
 from flask import Blueprint, redirect, render_template, request, url_for
 from werkzeug.wrappers import Response
 
-from app.api.base import AnyView, current_caller, needs, services
+from app.api.base import current_caller, needs, services
 from app.domain.accounts import ROLES, SCOPES, Role, Scope
 from app.domain.limits import COUNTS, NAMES
 from app.errors import BadRequest
@@ -26,7 +26,7 @@ def add(blueprint: Blueprint) -> None:
     """Adds the pages and their forms to the console."""
     blueprint.add_url_rule("/projects", "projects", _list)
     blueprint.add_url_rule("/projects/<project>", "project", _show)
-    forms: dict[str, AnyView] = {
+    forms: dict[str, Callable[..., Any]] = {
         "/organisations": _add_organisation,
         "/projects": _add_project,
         "/projects/<project>/members": _add_member,

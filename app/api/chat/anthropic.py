@@ -12,9 +12,10 @@ from flask import Response
 from marshmallow import fields, validate
 
 from app.api import errors
-from app.api.base import FirstWrong, current_caller, identifier, large, make_blueprint, needs, services
+from app.api.base import current_caller, large, make_blueprint, needs, services
 from app.api.chat.base import MAX_MESSAGES, MAX_TOOLS, Counted, Ignored, Nullable, Sampled, Unsupported, answered, gone
 from app.api.examples import COUNT, MESSAGE
+from app.api.schemas import FirstWrong, identifier
 from app.services.anthropic.answers import MessageForm
 from app.services.anthropic.requests import chat_of, sampling_of, thinks
 from app.services.openai.generation import Options

@@ -14,7 +14,7 @@ from flask import Response, copy_current_request_context, current_app, request
 from marshmallow import RAISE, Schema, ValidationError, fields, pre_load, validate
 
 from app.api import errors
-from app.api.base import identifier
+from app.api.schemas import identifier
 from app.services.openai.service import Answer
 
 _STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

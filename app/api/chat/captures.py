@@ -6,7 +6,8 @@ from typing import Any
 
 from marshmallow import fields, validate
 
-from app.api.base import SdkSchema, current_caller, make_blueprint, needs, page_limit, services
+from app.api.base import current_caller, make_blueprint, needs, services
+from app.api.schemas import SdkSchema, page_limit
 
 blueprint = make_blueprint("captures", "Sampling")
 _PAGE = 100

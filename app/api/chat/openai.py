@@ -10,7 +10,7 @@ from flask import Response
 from marshmallow import ValidationError, fields, validate, validates_schema
 
 from app.api import errors
-from app.api.base import FirstWrong, current_caller, large, make_blueprint, needs, services
+from app.api.base import current_caller, large, make_blueprint, needs, services
 from app.api.chat.base import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -23,6 +23,7 @@ from app.api.chat.base import (
     gone,
 )
 from app.api.examples import CHAT, COMPLETION
+from app.api.schemas import FirstWrong
 from app.services.openai.requests import EFFORTS, Effort, is_effort
 from app.services.openai.service import Answer
 from app.services.openai.tokenizer import RENDERED
