@@ -15,7 +15,7 @@ from marshmallow import fields, validate
 from werkzeug.http import http_date
 
 from app.api.base import current_caller, idempotency_key, make_blueprint, needs, services
-from app.api.schemas import Cursor, Paged, Scoped, SdkSchema, access_token, identifier, page_limit
+from app.api.schemas import Cursor, Paged, Scoped, SdkSchema, access_token, identifier, nested, page_limit
 from app.errors import NotFound
 from app.ids import MAX_NUMBER, TinkerPath
 from app.services.views import CHECKPOINT_TYPES, Page
@@ -213,7 +213,7 @@ class SearchCheckpoints(SdkSchema):
     project_ids = fields.List(fields.String(), load_default=None, allow_none=True, validate=validate.Length(max=1000))
     user_metadata = fields.Dict(keys=fields.String(), values=fields.String(), load_default=dict)
     checkpoint_type = fields.String(load_default=None, allow_none=True, validate=validate.OneOf(_TYPES))
-    owner = fields.Nested(SearchOwner, load_default=lambda: SearchOwner().load({}))
+    owner = nested(SearchOwner)
     base_models = fields.List(fields.String(), load_default=None, allow_none=True, validate=validate.Length(max=1000))
     limit = fields.Integer(strict=True, load_default=50, validate=validate.Range(1, 200))
     cursor = fields.Nested(CheckpointCursor, load_default=None, allow_none=True)
@@ -282,7 +282,7 @@ class SignedUrl(SdkSchema):
     signature = fields.String(required=True, metadata={"description": "from a signed URL"})
 
 
-@archives_blueprint.route("/training_runs/<run>/checkpoints/<kind>/<name>/archive", methods=["GET"])
+@archives_blueprint.route(f"{_CHECKPOINT}/archive", methods=["GET"])
 @archives_blueprint.response(302, description="Location is the URL of the archive, valid until Expires")
 def get_checkpoint_archive(run: str, kind: str, name: str) -> Response:
     """Redirect to a download URL of a checkpoint's files as one tar."""
@@ -319,11 +319,16 @@ def _tar(archive: Archive) -> Response:
 @objects_blueprint.response(200, description="The file", content_type="application/octet-stream")
 def get_object(asked: dict[str, Any], key: str) -> Response:
     """Download a file behind a signed URL."""
+    path = folder_store(key).open_signed(key, asked["expires"], asked["signature"])
+    return _in_chunks(send_file(path, mimetype="application/octet-stream"))
+
+
+def folder_store(key: str) -> FolderStore:
+    """The store of an object behind a signed URL. Raises NotFound on an S3 store, whose signed URLs lead to S3."""
     store = services().objects
     if not isinstance(store, FolderStore):
         raise NotFound(f"object {key[:200]!r} does not exist")
-    path = store.open_signed(key, asked["expires"], asked["signature"])
-    return _in_chunks(send_file(path, mimetype="application/octet-stream"))
+    return store
 
 
 def _in_chunks(download: Response) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from marshmallow import EXCLUDE, Schema, ValidationError, fields, pre_load, validate
@@ -69,6 +70,11 @@ class ErrorSchema(Schema):
 
     detail = fields.String(required=True, metadata={"description": "the mistake, with the wrong value"})
     error = fields.String(required=True, metadata={"description": "the kind of error"})
+
+
+def nested(schema: type[Schema], default: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> fields.Nested:
+    """An object. It is read from `default` if it is left out, so that its fields have their own defaults."""
+    return fields.Nested(schema, load_default=lambda: schema().load(default), **options)
 
 
 def counter(low: int = 0, high: int = MAX_SEQ) -> fields.Integer:

@@ -34,7 +34,7 @@ from app.api.errors import NOT_UNICODE, describe
 from app.api.examples import FORWARD_BACKWARD, OPTIM_STEP, SAVE_WEIGHTS
 from app.api.futures import Promise
 from app.api.models import Hyperparameters, model_role
-from app.api.schemas import SdkFloat, SdkSchema, access_token, check_metadata, counter, identifier, metadata
+from app.api.schemas import SdkFloat, SdkSchema, access_token, check_metadata, counter, identifier, metadata, nested
 from app.domain.ops import AdamParams
 from app.errors import BadRequest, LimitReached, RequestError
 from app.ids import MAX_NUMBER, MAX_SEQ
@@ -141,7 +141,7 @@ class Adam(Hyperparameters):
 class OptimStep(SdkSchema):
     model_id = identifier()
     seq_id = counter(1)
-    adam_params = fields.Nested(Adam, load_default=lambda: Adam().load({}))
+    adam_params = nested(Adam)
     optimizer_params = fields.Dict(
         keys=fields.String(), metadata={"description": "an optimizer other than AdamW; none is supported"}
     )

@@ -15,7 +15,7 @@ from app.api import errors
 from app.api.base import current_caller, large, make_blueprint, needs, services
 from app.api.chat.base import MAX_MESSAGES, MAX_TOOLS, Counted, Ignored, Nullable, Sampled, Unsupported, answered, gone
 from app.api.examples import COUNT, MESSAGE
-from app.api.schemas import FirstWrong, identifier
+from app.api.schemas import FirstWrong, identifier, nested
 from app.services.anthropic.answers import MessageForm
 from app.services.anthropic.requests import chat_of, sampling_of, thinks
 from app.services.openai.generation import Options
@@ -86,9 +86,9 @@ class Conversation(Nullable):
     messages = FirstWrong(fields.Nested(Turn), MAX_MESSAGES, required=True, validate=validate.Length(1))
     system = fields.Raw(load_default=None)
     tools = FirstWrong(fields.Nested(Tool), MAX_TOOLS, load_default=list)
-    tool_choice = fields.Nested(ToolChoice, load_default=lambda: ToolChoice().load({"type": "auto"}))
-    thinking = fields.Nested(Thinking, load_default=lambda: Thinking().load({"type": "disabled"}))
-    output_config = fields.Nested(OutputConfig, load_default=lambda: OutputConfig().load({}))
+    tool_choice = nested(ToolChoice, {"type": "auto"})
+    thinking = nested(Thinking, {"type": "disabled"})
+    output_config = nested(OutputConfig)
     output_format = Unsupported()
     context_management = Unsupported({}, {"edits": []}, {"edits": [_KEEPS_THOUGHTS]})
     mcp_servers = Unsupported([])

@@ -23,7 +23,7 @@ from app.api.chat.base import (
     gone,
 )
 from app.api.examples import CHAT, COMPLETION
-from app.api.schemas import FirstWrong
+from app.api.schemas import FirstWrong, nested
 from app.services.openai.requests import EFFORTS, Effort, is_effort
 from app.services.openai.service import Answer
 from app.services.openai.tokenizer import RENDERED
@@ -55,7 +55,7 @@ class Request(Sampled):
 
     n = fields.Integer(strict=True, load_default=1, validate=validate.Range(1, MAX_CHOICES))
     stop = fields.Raw(load_default=None)
-    stream_options = fields.Nested(StreamOptions, load_default=lambda: StreamOptions().load({}))
+    stream_options = nested(StreamOptions)
     top_k = fields.Integer(strict=True, load_default=-1, validate=validate.Range(-1))
     min_p = Unsupported(0)
     frequency_penalty = Unsupported(0)
@@ -178,7 +178,7 @@ class ChatCompletion(Request):
     tools = FirstWrong(fields.Dict(), MAX_TOOLS, load_default=list)
     tool_choice = fields.Raw(load_default="auto")
     parallel_tool_calls = fields.Boolean(load_default=True)
-    response_format = fields.Nested(ResponseFormat, load_default=lambda: ResponseFormat().load({"type": "text"}))
+    response_format = nested(ResponseFormat, {"type": "text"})
     chat_template_kwargs = fields.Dict(load_default=dict)
     separate_reasoning = fields.Boolean(load_default=True)
     modalities = Unsupported(["text"])
