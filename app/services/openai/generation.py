@@ -7,14 +7,14 @@ Text never ends in half a character, or in part of a stop string.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest, TokenLogprobs, TokenText
-from app.services.openai.streaming import Asked, ResultStream
+from app.services.openai.streaming import Gone, PendingSample, ResultStream
 from app.services.openai.tokenizer import BaseTokenizer
 from app.stores.redis.completions import TokenChunk
 
@@ -68,10 +68,10 @@ class Choices:
     are final once the request has `ended`."""
 
     def __init__(
-        self, tokenizer: BaseTokenizer, request: SampleRequest, asked: Asked, first: int, options: Options
+        self, tokenizer: BaseTokenizer, request: SampleRequest, pending: PendingSample, first: int, options: Options
     ) -> None:
         """`first`: the index of the first choice."""
-        self.asked = asked
+        self.pending = pending
         self.request = request
         self._tokenizer, self._first, self._options = tokenizer, first, options
         self._prompt = request.prompt.tolist()
@@ -86,11 +86,11 @@ class Choices:
         self.sequences: Sequence[SampledSequence] = ()
         self.ended = False
 
-    def deltas(self, result_stream: ResultStream, gone: Callable[[], bool]) -> Iterator[Delta]:
+    def deltas(self, result_stream: ResultStream, gone: Gone) -> Iterator[Delta]:
         """The deltas as they come. Raises the errors of `result_stream`."""
         if self._options.echo and not self._options.scores:
             yield from self._echo(None, None)
-        for news in result_stream(self.asked, gone):
+        for news in result_stream(self.pending, gone):
             if isinstance(news, TokenChunk):
                 yield from self._add_chunk(news)
             else:

@@ -84,8 +84,10 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The sampler of a call. `info` is reported by a live sampler of the base model."""
+    """The sampler of a call. `name`: the model as the call names it. `info` is reported by a live sampler of the base
+    model."""
 
+    name: str
     sampler_id: str
     sampler: Sampler
     info: BaseModelInfo
