@@ -24,9 +24,9 @@ from app.api.chat.base import (
 )
 from app.api.examples import CHAT, COMPLETION
 from app.api.schemas import FirstWrong, nested
+from app.services.openai.chat_templates import RENDERED
 from app.services.openai.requests import EFFORTS, Effort, is_effort
 from app.services.openai.service import Answer
-from app.services.openai.tokenizer import RENDERED
 
 blueprint = make_blueprint(
     "openai",
