@@ -18,7 +18,7 @@ from app.api.examples import COUNT, MESSAGE
 from app.api.schemas import FirstWrong, identifier, nested
 from app.services.anthropic.answers import MessageForm
 from app.services.anthropic.requests import chat_of, sampling_of, thinks
-from app.services.openai.generation import Options
+from app.services.openai.generation import TokenOptions
 from app.services.sampling import MAX_STOPS
 
 blueprint = make_blueprint(
@@ -118,7 +118,7 @@ class CreateMessage(Conversation, Sampled):
 def messages(asked: dict[str, Any]) -> Response | dict[str, Any]:
     """Answer in a conversation, by the model's chat template."""
     ids = asked["return_token_ids"]
-    form, options = partial(MessageForm, thinks=thinks(asked), ids=ids), Options(ids=ids)
+    form, options = partial(MessageForm, thinks=thinks(asked), ids=ids), TokenOptions(ids=ids)
     answer = services().openai.converse(current_caller(), chat_of(asked), sampling_of(asked), form, gone(), options)
     return answered(answer, _event, stream=asked["stream"])
 

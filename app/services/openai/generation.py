@@ -51,7 +51,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class TokenOptions:
     """The token details that an answer includes. `ids`: each sampled token with its id, also those that ended the
     answer. `hidden`: the one sampled token is left out, since max_tokens was 0. `tags`: special tokens that are part of
     the text."""
@@ -68,7 +68,12 @@ class Choices:
     are final once the request has `ended`."""
 
     def __init__(
-        self, tokenizer: BaseTokenizer, request: SampleRequest, pending: PendingSample, first: int, options: Options
+        self,
+        tokenizer: BaseTokenizer,
+        request: SampleRequest,
+        pending: PendingSample,
+        first: int,
+        options: TokenOptions,
     ) -> None:
         """`first`: the index of the first choice."""
         self.pending = pending
@@ -119,17 +124,15 @@ class Choices:
     def _rest(self, index: int, sequence: SampledSequence) -> Iterator[Delta]:
         text = self._texts[index]
         rest = slice(text.count, None)
-        pushed = text.push(sequence.tokens[rest].tolist(), sequence.logprobs[rest].tolist())
-        ended = text.finish(sequence.stopped, whole=self._options.ids)
-        piece = Piece(pushed.text + ended.text, [*pushed.tokens, *ended.tokens])
+        piece = text.push(sequence.tokens[rest].tolist(), sequence.logprobs[rest].tolist())
+        piece += text.finish(sequence.stopped, whole=self._options.ids)
         finish = "stop" if sequence.stopped or text.stopped else "length"
         yield replace(self._delta(index, piece, sequence.top), finish=finish, stop=text.stop)
 
     def _echo(self, logprobs: np.ndarray | None, top: TokenLogprobs | None) -> Iterator[Delta]:
         text = TextStream(self._tokenizer, [], [])
         scores = [0.0] * len(self._prompt) if logprobs is None else logprobs.tolist()
-        pushed, ended = text.push(self._prompt, scores), text.finish(stopped=False)
-        piece = Piece(pushed.text + ended.text, [*pushed.tokens, *ended.tokens])
+        piece = text.push(self._prompt, scores) + text.finish(stopped=False)
         for index in range(self.request.num_samples):
             yield self._delta(index, piece, top)
         self._begin = len(piece.text)
@@ -165,6 +168,9 @@ class Piece:
 
     text: str
     tokens: Sequence[TextToken]
+
+    def __add__(self, other: Piece) -> Piece:
+        return Piece(self.text + other.text, [*self.tokens, *other.tokens])
 
 
 class TextStream:

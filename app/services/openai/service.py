@@ -22,7 +22,7 @@ from app.services.base_models import BaseModels, sampler_role
 from app.services.openai.answer_text import ParseOptions
 from app.services.openai.answers import AnswerHead, ChatForm, CompletionForm, Form, Usage
 from app.services.openai.captures import CaptureService
-from app.services.openai.generation import Choices, Delta, Options
+from app.services.openai.generation import Choices, Delta, TokenOptions
 from app.services.openai.images import ImageTokensOf
 from app.services.openai.json_schema import ANY_OBJECT, checked_schema
 from app.services.openai.requests import Chat, Sampling, Target
@@ -108,7 +108,7 @@ class OpenAiService:
         target = self._target(caller, asked["model"])
         top, echo, most = asked["logprobs"], asked["echo"], asked["max_tokens"]
         with_ids = asked["return_token_ids"]
-        options = Options(scores=top is not None, ids=with_ids, echo=echo, hidden=most == 0)
+        options = TokenOptions(scores=top is not None, ids=with_ids, echo=echo, hidden=most == 0)
         sampling = _sampling(asked, most, top or 0)
         requests = [
             target.request(sampling, prompt, score_prompt=echo and options.scores)
@@ -121,25 +121,24 @@ class OpenAiService:
 
     def chat(self, caller: Caller, asked: Mapping[str, Any], gone: Gone) -> Answer:
         """The answer of a chat. Raises the same errors."""
-        tools = [] if asked["tool_choice"] == "none" else asked["tools"]
         most, schema = asked["max_completion_tokens"] or asked["max_tokens"], _schema(asked["response_format"])
         chat = Chat(
             asked["model"],
             asked["messages"],
-            tools,
-            asked["parallel_tool_calls"],
+            tools=[] if asked["tool_choice"] == "none" else asked["tools"],
+            parallel=asked["parallel_tool_calls"],
             variables=asked["chat_template_kwargs"],
             effort=asked["reasoning_effort"],
             is_json=bool(schema),
             separate=asked["separate_reasoning"],
         )
         sampling = _sampling(asked, most, asked["top_logprobs"], schema)
-        options = Options(scores=asked["logprobs"], ids=asked["return_token_ids"])
+        options = TokenOptions(scores=asked["logprobs"], ids=asked["return_token_ids"])
         form = partial(ChatForm, scores=options.scores, ids=options.ids, with_usage=_with_usage(asked))
         return self.converse(caller, chat, sampling, form, gone, options)
 
     def converse(
-        self, caller: Caller, chat: Chat, sampling: Sampling, form: MakeForm, gone: Gone, options: Options
+        self, caller: Caller, chat: Chat, sampling: Sampling, form: MakeForm, gone: Gone, options: TokenOptions
     ) -> Answer:
         """The answer in a conversation. Raises the same errors."""
         target = self._target(caller, chat.model)
@@ -171,7 +170,7 @@ class OpenAiService:
         target: Target,
         requests: Sequence[SampleRequest],
         form: Form,
-        options: Options,
+        options: TokenOptions,
         gone: Gone,
     ) -> Answer:
         with ExitStack() as undo:
