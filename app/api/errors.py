@@ -115,13 +115,13 @@ def _plain(detail: str, kind: str, status: int) -> dict[str, Any]:
 
 
 def _openai(detail: str, kind: str, status: int) -> dict[str, Any]:
-    where = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": detail, "type": where, "param": None, "code": _OPENAI_CODES.get(kind)}}
+    error_type = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": detail, "type": error_type, "param": None, "code": _OPENAI_CODES.get(kind)}}
 
 
 def _anthropic(detail: str, kind: str, status: int) -> dict[str, Any]:
-    where = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    error = {"type": where, "message": detail}
+    error_type = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    error = {"type": error_type, "message": detail}
     return {"type": "error", "error": error, "request_id": new_request_id()}
 
 
