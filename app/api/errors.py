@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 OPENAI, ANTHROPIC = "/oai/api/v1", "/anthropic"
 Answer = tuple[dict[str, Any], int, dict[str, str]]
 NOT_UNICODE = "a string in the JSON body contains half of a surrogate pair; send complete characters"
+UNEXPECTED = "the server failed unexpectedly; its log has the cause"
 _LONGEST_VALUE = 80
 _MOST_COMPLAINTS = 20
 _UNKNOWN_URL = "UnknownUrl"
@@ -170,7 +171,7 @@ def _state_server(error: redis.RedisError) -> Answer | HTTPException:
 def _unexpected(error: Exception) -> Answer | HTTPException:
     if isinstance(error, HTTPException):
         return error
-    body, status, headers = _answer("the server failed unexpectedly; its log has the cause", "InternalServerError", 500)
+    body, status, headers = _answer(UNEXPECTED, "InternalServerError", 500)
     named = {"request_id": body["request_id"]} if "request_id" in body else None
     log.error("unexpected error", exc_info=error, extra=named)
     return body, status, headers
