@@ -97,7 +97,7 @@ def retrieve_futures(asked: dict[str, Any]) -> Response | dict[str, Any]:
     if ended is None:
         return suspended()
     found, cursor = ended
-    return {"completions": [_dump(completion) for completion in found], "cursor": cursor}
+    return {"completions": [_completed(completion) for completion in found], "cursor": cursor}
 
 
 class CancelFuture(SdkSchema):
@@ -119,11 +119,14 @@ def _prefers_json() -> bool:
     return request.accept_mimetypes.best_match([PROTOBUF, JSON], default=PROTOBUF) == JSON
 
 
-def _dump(completion: Completion) -> dict[str, Any]:
+def _completed(completion: Completion) -> dict[str, Any]:
     if completion.failed:
         return {"state": "failed", "request_id": completion.request_id}
-    size = {"response_payload_uncompressed_size": completion.size}
-    return {"state": "finished", "request_id": completion.request_id, **size}
+    return {
+        "state": "finished",
+        "request_id": completion.request_id,
+        "response_payload_uncompressed_size": completion.size,
+    }
 
 
 class Promise(SdkSchema):

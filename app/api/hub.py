@@ -57,8 +57,14 @@ def describe(repo_id: str, revision: str = "main") -> dict[str, Any]:
     """Describe the tokenizer of a base model: its files, and a hash of their content."""
     found = services().hub.repository(repo_id, revision)
     siblings = [{"rfilename": name, "size": file.size, "blob_id": file.oid} for name, file in found.files.items()]
-    about = {"id": found.id, "model_id": found.id, "sha": found.commit}
-    return {**about, "private": False, "tags": [], "siblings": siblings}
+    return {
+        "id": found.id,
+        "model_id": found.id,
+        "sha": found.commit,
+        "private": False,
+        "tags": [],
+        "siblings": siblings,
+    }
 
 
 class HubEntry(Schema):

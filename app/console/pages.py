@@ -55,9 +55,16 @@ def protect(response: Response) -> Response:
 @blueprint.context_processor
 def helpers() -> dict[str, Any]:
     """The functions that the templates call, and whether the page is a user's."""
-    functions = {"csrf_token": login.csrf_token, "number": charts.number, "size": size_text, "brief_id": _brief_id}
-    exact = {"count": "{:,}".format, "decimal": _decimal}
-    return {**functions, **exact, "day": day_text, "logged_in": "caller" in g}
+    return {
+        "csrf_token": login.csrf_token,
+        "number": charts.number,
+        "size": size_text,
+        "brief_id": _brief_id,
+        "count": "{:,}".format,
+        "decimal": _decimal,
+        "day": day_text,
+        "logged_in": "caller" in g,
+    }
 
 
 @blueprint.errorhandler(RequestError)
