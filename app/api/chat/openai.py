@@ -39,10 +39,11 @@ _DONE = "data: [DONE]\n\n"
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
 MAX_TOP = 20
+# Of chat_template_kwargs.
 MAX_VARIABLES = 20
-MAX_NUMBER = 10_000
-MAX_TEXT = 1000
-MAX_FIELD = 64
+MAX_VARIABLE_NAME = 64
+MAX_VARIABLE_TEXT = 1000
+MAX_VARIABLE_NUMBER = 10_000
 
 
 class StreamOptions(Counted):
@@ -208,13 +209,14 @@ def check_variables(variables: Mapping[str, Any]) -> None:
     if len(variables) > MAX_VARIABLES:
         raise ValidationError(f"Has {len(variables)} variables; at most {MAX_VARIABLES} are allowed.", name)
     for key, value in variables.items():
-        if not key.isidentifier() or len(key) > MAX_FIELD or key in RENDERED:
-            raise ValidationError(f"{key[:MAX_FIELD]!r} is not a variable that a caller can set.", name)
-        if isinstance(value, str) and len(value) <= MAX_TEXT:
+        if not key.isidentifier() or len(key) > MAX_VARIABLE_NAME or key in RENDERED:
+            raise ValidationError(f"{key[:MAX_VARIABLE_NAME]!r} is not a variable that a caller can set.", name)
+        if isinstance(value, str) and len(value) <= MAX_VARIABLE_TEXT:
             continue
-        if not (isinstance(value, int | float) and abs(value) <= MAX_NUMBER):
+        if not (isinstance(value, int | float) and abs(value) <= MAX_VARIABLE_NUMBER):
             raise ValidationError(
-                f"{key} must be true, false, a number up to {MAX_NUMBER} or a text of at most {MAX_TEXT} characters.",
+                f"{key} must be true, false, a number up to {MAX_VARIABLE_NUMBER} or a text of at most "
+                f"{MAX_VARIABLE_TEXT} characters.",
                 name,
             )
 
