@@ -14,7 +14,8 @@ from app.services.imports.importer import Importer
 from app.services.imports.uploads import UploadService
 from app.services.models import ModelService, RunService
 from app.services.openai.captures import CaptureService
-from app.services.openai.service import OpenAiService, Samplers
+from app.services.openai.samplers import Samplers
+from app.services.openai.service import OpenAiService
 from app.services.openai.streaming import ResultStream
 from app.services.polling import BatchPollService, CancelService, FutureFinder, LongPollLimiter, LongPolls, PollService
 from app.services.queue import QueueService, QueueSnapshots, QueueStates

@@ -401,7 +401,7 @@ MUTANTS = (
     # OpenAI's clients.
     Mutant(
         "openai: chat templates run in a sandbox",
-        "app/services/openai/tokenizer.py",
+        "app/services/openai/chat_templates.py",
         "    environment = ImmutableSandboxedEnvironment(",
         "    from jinja2 import Environment\n    environment = Environment(",
         f"{_OPENAI}/test_tokenizer.py::test_a_template_reaches_nothing_but_what_it_is_given",
