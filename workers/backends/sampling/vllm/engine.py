@@ -22,7 +22,7 @@ from workers.backends.failures import StallDetector
 from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE
 from workers.models import target_modules
-from workers.models.base_model import local_path
+from workers.models.loading.source import local_path
 
 T = TypeVar("T")
 _AGAIN_S = 0.02
