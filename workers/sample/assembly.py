@@ -19,7 +19,8 @@ from workers.process.runtime import Runtime, exit_process
 from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
 from workers.sample.admission import BatchAdmission, ThrottledDispatch
 from workers.sample.device_time import DeviceClock
-from workers.sample.runner import RunningRequests, SampleRunner, TokenPublisher
+from workers.sample.runner import RunningRequests, SampleRunner
+from workers.sample.token_stream import TokenPublisher
 
 
 @dataclass(frozen=True, slots=True)
