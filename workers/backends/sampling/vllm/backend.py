@@ -29,8 +29,8 @@ from workers.backends import devices
 from workers.backends.sampling import token_sampler, vocabulary
 from workers.backends.sampling.base import RequestHandle, check_request, no_memory, token_limit
 from workers.backends.sampling.vllm import arguments as vllm_arguments
+from workers.backends.sampling.vllm import checks, patches
 from workers.backends.sampling.vllm import engine as vllm_engine
-from workers.backends.sampling.vllm import patches
 from workers.backends.sampling.vllm import requests as vllm_requests
 from workers.backends.sampling.vllm.engine import EngineThread
 from workers.backends.sampling.vllm.requests import Sample, may_read_cache
@@ -64,16 +64,16 @@ class VllmSampler:
                 f"base model {self._settings.name!r}: the vLLM sampler records no experts, so router_replay cannot be "
                 'on; turn it off, or set sampler.backend to "transformers"'
             )
-        vllm_engine.check_install()
+        checks.check_install()
         vllm_engine.set_environment(self._settings)
-        vllm_engine.check_import()
+        checks.check_import()
         patches.repair_stops()
         patches.repair_pieces()
         skeleton = base_model.skeleton(self._settings)
         if not self._full:
-            vllm_engine.check_experts(self._settings, skeleton)
-        vllm_engine.check_latent_attention(self._settings, skeleton)
-        vllm_engine.check_head_sizes(self._settings, skeleton)
+            checks.check_experts(self._settings, skeleton)
+        checks.check_latent_attention(self._settings, skeleton)
+        checks.check_head_sizes(self._settings, skeleton)
         dtype = base_model.choose_dtype(
             self._settings.dtype, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
         )
@@ -81,10 +81,10 @@ class VllmSampler:
         computes_in = str(dtype).removeprefix("torch.")
         if not self._full:
             self.adapter_capacity = vllm_arguments.adapter_capacity(self._settings, skeleton, computes_in)
-        vllm_engine.check_query_scaling(self._settings, skeleton, info.max_context)
+        checks.check_query_scaling(self._settings, skeleton, info.max_context)
         self._end_tokens = vocabulary.load_vocabulary(self._settings).end_tokens
         arguments = vllm_arguments.engine_args(self._settings, skeleton, info.max_context, computes_in, full=self._full)
-        vllm_engine.check_dtype(self._settings, arguments)
+        checks.check_dtype(self._settings, arguments)
         self._engine = self._start(arguments, packed.format_of(skeleton.config, self._settings.name))
         config = self._engine.engine.vllm_config
         self.batch = without_reserve(config.scheduler_config.max_num_seqs)
