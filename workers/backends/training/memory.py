@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -333,7 +334,7 @@ def free_memory(device: torch.device) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         share = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_allocated(device)
         return int(min(free + cached, share))
-    available = int(_field(Path("/proc/meminfo"), "MemAvailable")) * 1024
+    available: int = psutil.virtual_memory().available
     return min(available, _left_in_cgroup(available)) // _ranks_here()
 
 
@@ -349,7 +350,3 @@ def _left_in_cgroup(otherwise: int) -> int:
         return limit - int((_CGROUP / "memory.current").read_text())
     except (OSError, ValueError):  # no cgroup v2, or the limit is "max"
         return otherwise
-
-
-def _field(file: Path, name: str) -> str:
-    return next(line.split()[1] for line in file.read_text().splitlines() if line.startswith(f"{name}:"))
