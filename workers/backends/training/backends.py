@@ -7,7 +7,7 @@ The DeepSpeed trainer puts the base in a DeepSpeed engine at ZeRO stage 0 to 3, 
 Stage 3 splits the base over the ranks and gathers a layer while it is used. Stages 1 and 2 split optimizer state and
 gradients. Here both belong to the models, which live outside the engine, so that many tenants of any LoRA rank can
 share it. workers/backends/training/ranks.py splits the optimizer state from stage 1 on.
-workers/backends/training/full_state.py splits the gradients of full fine-tuning from stage 2 on. Gradients of adapters
+workers/backends/training/states/full.py splits the gradients of full fine-tuning from stage 2 on. Gradients of adapters
 are small and are not split.
 """
 
