@@ -31,8 +31,8 @@ from app.settings import BaseModelSettings, TrainerSettings
 from app.settings.gpus import shown
 from workers.backends.devices import check_gpus
 from workers.backends.training import packing, sequence_parallel
+from workers.backends.training.architectures import logit_rule
 from workers.backends.training.engine import Engine, EngineLost, HiddenStates, TorchEngine, elements_held
-from workers.backends.training.lm_head import logit_rule
 from workers.backends.training.ranks import (
     COMPUTE_DEADLINE,
     RankGroup,

@@ -19,8 +19,9 @@ from app.errors import UnservableModel
 from app.settings import BaseModelSettings, TrainerSettings
 from workers.backends.devices import moved
 from workers.backends.training import packing, sequence_parallel
+from workers.backends.training.architectures import LogitRule, logit_rule
 from workers.backends.training.attention import NAME, packed_attention
-from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
+from workers.backends.training.lm_head import LmHead, WeightGradient
 from workers.backends.training.memory import Activations, bytes_of_trained, checkpointable_layers
 from workers.backends.training.packing import runs_of
 from workers.backends.training.ranks import RankGroup
@@ -163,7 +164,7 @@ def elements_held(model: nn.Module) -> int:
 
 
 class HiddenStates(nn.Module):
-    """Computes the last hidden states of known architectures (workers/backends/training/lm_head.py); else logits.
+    """Computes the last hidden states of known architectures (workers/backends/training/architectures.py); else logits.
 
     Other architectures give hidden states only where `forward` gets `hidden`, as for critics.
 

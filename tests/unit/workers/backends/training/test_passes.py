@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from app.domain.ops import ForwardBackward, LoraSpec
 from tests.parity.datums import batch, supervised
 from workers.backends.training import lm_head, passes
+from workers.backends.training.architectures import LogitRule
 from workers.backends.training.batch_ops import Job
-from workers.backends.training.lm_head import ChunkSizes, LmHead, LogitRule, Scored
+from workers.backends.training.lm_head import ChunkSizes, LmHead, Scored
 from workers.backends.training.passes import Pass, PolicyOutputs
 from workers.backends.training.sequence_parallel import ALONE
 from workers.models.adapter import Adapter, LoraPair
