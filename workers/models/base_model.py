@@ -71,7 +71,7 @@ class LoadedBase:
 
 
 def load(settings: BaseModelSettings, device: torch.device | None = None, split: Split | None = None) -> LoadedBase:
-    """Loads a local folder or a hub id onto `device` (default: the first GPU, else the CPU).
+    """Loads a local folder or a hub id onto `device`, or the default one.
 
     With `split`, each parameter is split over ranks when it is read, except as ShardOnLoad says.
 
@@ -82,7 +82,7 @@ def load(settings: BaseModelSettings, device: torch.device | None = None, split:
     settings.check_quantized()
     # cuDNN computes convolutions of fp32 in TF32 by default: on an H100, logprobs after an image were 1e-4 away.
     torch.backends.cudnn.allow_tf32 = False
-    device = device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
     dtype = choose_dtype(settings.dtype, device)
     with explained(settings):
         model = _from_pretrained(settings, dtype, _quantizer(settings, dtype, device, split))
@@ -222,6 +222,11 @@ def _attention(config: Any) -> str:
     has_sdpa = type(config) not in classes or classes[type(config)]._supports_sdpa
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     return "sdpa" if has_sdpa and not capped else "eager"
+
+
+def default_device() -> torch.device:
+    """The first GPU, else the CPU."""
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -56,19 +56,13 @@ class VllmSampler:
                 f"base model {self._settings.name!r}: the vLLM sampler records no experts, so router_replay cannot be "
                 'on; turn it off, or set sampler.backend to "transformers"'
             )
-        checks.check_install()
-        vllm_engine.set_environment(self._settings)
-        checks.check_import()
-        patches.repair_stops()
-        patches.repair_pieces()
+        _import_vllm(self._settings)
         skeleton = base_model.skeleton(self._settings)
         if not self._full:
             checks.check_experts(self._settings, skeleton)
         checks.check_latent_attention(self._settings, skeleton)
         checks.check_head_sizes(self._settings, skeleton)
-        dtype = base_model.choose_dtype(
-            self._settings.dtype, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-        )
+        dtype = base_model.choose_dtype(self._settings.dtype, base_model.default_device())
         info = base_model.describe(self._settings, skeleton, dtype)
         computes_in = str(dtype).removeprefix("torch.")
         if not self._full:
@@ -216,6 +210,15 @@ class VllmSampler:
     def _op_error(self, error: Exception, what: str, by_user: bool) -> OpError:
         kind = UserOpError if by_user and self.healthy() else ServerOpError
         return kind(f"{what}: {_NATIVE_PLACE.sub('', repr(error))}")
+
+
+def _import_vllm(settings: BaseModelSettings) -> None:
+    """Imports vLLM in its environment, and repairs it here. Raises SetupError where its install is broken."""
+    checks.check_install()
+    vllm_engine.set_environment(settings)
+    checks.check_import()
+    patches.repair_stops()
+    patches.repair_pieces()
 
 
 def _is_refusal(error: Exception) -> bool:
