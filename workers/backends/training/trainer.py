@@ -50,6 +50,7 @@ class Trainer(ABC):
         self._states: dict[str, ModelState] = {}
         self._engine: Engine
         self._models: Models
+        self._micro_batch_tokens: int
         self._residency: Residency
         self._stall_detector = StallDetector()
         self._broken = False
@@ -234,7 +235,7 @@ class Trainer(ABC):
         return found
 
     def _groups(self, models: Mapping[str, T]) -> Iterator[dict[str, T]]:
-        """As many models at a time as stay on the device."""
+        """Yields groups of models, each of as many as stay on the device."""
         ids, most = list(models), self._settings.trainer.device_models or len(models) or 1
         for first in range(0, len(ids), most):
             yield {model_id: models[model_id] for model_id in ids[first : first + most]}

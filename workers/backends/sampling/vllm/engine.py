@@ -38,7 +38,7 @@ class EngineThread:
         self._thread.start()
         try:
             self.engine = self._wait(_start(engine_args))
-            _tell_steps(self.engine, self._stall_detector.progress)
+            _report_steps(self.engine, self._stall_detector.progress)
         except Exception as error:
             self._end_loop()
             raise _explained(error, engine_args) from error
@@ -144,7 +144,7 @@ async def _start(engine_args: dict[str, Any]) -> Any:
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args), usage_context=context)
 
 
-def _tell_steps(engine: Any, progress: Callable[[], None]) -> None:
+def _report_steps(engine: Any, progress: Callable[[], None]) -> None:
     """Makes vLLM call `progress` in its loop when it receives the tokens of a step.
 
     This counts the steps of all requests, streamed or not.
@@ -152,11 +152,11 @@ def _tell_steps(engine: Any, progress: Callable[[], None]) -> None:
     processor = engine.output_processor
     process = processor.process_outputs
 
-    def process_and_tell(*args: Any, **named: Any) -> Any:
+    def process_and_report(*args: Any, **named: Any) -> Any:
         progress()
         return process(*args, **named)
 
-    processor.process_outputs = process_and_tell
+    processor.process_outputs = process_and_report
 
 
 async def _drop(engine: Any, names: Sequence[str], running: Future[Any]) -> None:

@@ -95,12 +95,12 @@ class VllmFullFinetuneModel:
         self._engine, self._skeleton, self._stored = engine, skeleton, full_weights.Stored(skeleton)
         self._loading = threading.Lock()
         self._present: str | None = None
-        self._torn = False
+        self._partly_written = False
 
     @property
     def healthy(self) -> bool:
         """False once weights may have been written in part."""
-        return not self._torn
+        return not self._partly_written
 
     def load(self, weights_id: str, folder: Path) -> None:
         with self._loading:
@@ -112,7 +112,7 @@ class VllmFullFinetuneModel:
             try:
                 self._engine.call(partial(_replace, folder, names))
             except BaseException:
-                self._torn = True
+                self._partly_written = True
                 raise
             self._present = weights_id
 
