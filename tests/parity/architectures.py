@@ -136,7 +136,7 @@ _INKLING_TOWERS = {
 }
 
 # transformers' name of the configuration without "Config", and the fields that make it differ from its neighbours.
-# "(unlisted)": workers/backends/training/lm_head.py does not list it, so it is padded and its logits are whole.
+# "(unlisted)": workers/backends/training/architectures.py does not list it, so it is padded and its logits are whole.
 CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, tied head": ("Llama", {"tie_word_embeddings": True}),

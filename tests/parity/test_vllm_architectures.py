@@ -18,7 +18,7 @@ from tests.models import VOCAB_SIZE, byte_tokenizer
 from tests.parity import architectures
 from tests.parity.test_sampled_architectures import SPEC, check, compare, sampled, trained
 from workers.backends.sampling.base import create
-from workers.backends.sampling.vllm import engine
+from workers.backends.sampling.vllm import checks
 from workers.backends.training.base import Create
 from workers.models import target_modules
 
@@ -75,7 +75,7 @@ def test_vllm_serves_adapters_on_the_linears_that_its_arguments_name(
     byte_tokenizer().save_pretrained(base)
     sampler = create(settings(base))
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "check_experts", lambda *_: None)
+        patch.setattr(checks, "check_experts", lambda *_: None)
         patch.setattr(target_modules, "has_experts", lambda _: True)
         assert sampler.open().trainable_groups == ("attn", "unembed")
     trainer = trained(base, tmp_path / "adapter", replace(SPEC, train_mlp=False))

@@ -16,10 +16,12 @@ from workers.process.fair_queue import FairQueue, ProjectWeights
 from workers.process.liveness import Probe
 from workers.process.parts import Parts, Serving, create_heartbeat, create_watchdog, maintenance
 from workers.process.runtime import Runtime, exit_process
-from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
+from workers.sample.adapter_files import AdapterFiles
+from workers.sample.adapters import Adapters, AdapterScheduler
 from workers.sample.admission import BatchAdmission, ThrottledDispatch
 from workers.sample.device_time import DeviceClock
-from workers.sample.runner import RunningRequests, SampleRunner, TokenPublisher
+from workers.sample.runner import RunningRequests, SampleRunner
+from workers.sample.token_stream import TokenPublisher
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 _LEADER = "workers/maintenance/leader.py"
 _ORPHANS = "workers/maintenance/orphans.py"
-_ADAPTERS = "workers/sample/adapters.py"
+_ADAPTER_FILES = "workers/sample/adapter_files.py"
 _LUA = "app/stores/redis/lua"
 _TEARDOWN = "tests/unit/workers/maintenance/test_slow_teardown.py"
 _HANGS = f"{_TEARDOWN}::test_while_the_object_store_hangs_a_round_tears_down_one_run_and_the_next_comes_much_later"
@@ -121,21 +121,21 @@ MUTANTS = (
     # Adapters that only a trainer can bring.
     Mutant(
         "adapters: missing files are seldom asked for",
-        _ADAPTERS,
+        _ADAPTER_FILES,
         "if now - missing.asked > _ASK_AGAIN_S:",
         "if True:",
         f"{_MISSING}::test_however_many_requests_want_missing_files_their_owner_is_requested_every_half_minute",
     ),
     Mutant(
         "adapters: files that came are missing no more",
-        _ADAPTERS,
+        _ADAPTER_FILES,
         "                self._missing.pop(prefix, None)\n                return",
         "                return",
         f"{_MISSING}::test_files_that_came_and_are_lost_again_are_requested_at_once",
     ),
     Mutant(
         "adapters: files that are gone are missing no more",
-        _ADAPTERS,
+        _ADAPTER_FILES,
         "                    self._missing.pop(prefix, None)\n                    raise",
         "                    raise",
         f"{_MISSING}::test_nothing_is_remembered_of_missing_files_once_they_are_gone",

@@ -76,7 +76,7 @@ MUTANTS = (
     ),
     Mutant(
         "vLLM: a context where it would not scale queries is refused",
-        "workers/backends/sampling/vllm/engine.py",
+        "workers/backends/sampling/vllm/checks.py",
         'rope.get("llama_4_scaling_beta") and max_context > unscaled',
         "False",
         "--confcutdir=tests/unit/workers/backends/sampling "
@@ -85,7 +85,7 @@ MUTANTS = (
     ),
     Mutant(
         "vllm: latent attention is refused on a CPU",
-        "workers/backends/sampling/vllm/engine.py",
+        "workers/backends/sampling/vllm/checks.py",
         'if any(hasattr(module, "kv_lora_rank") for module in skeleton.modules()):',
         "if False:",
         "--confcutdir=tests/unit/workers/backends/sampling "
@@ -102,7 +102,7 @@ MUTANTS = (
     ),
     Mutant(
         "vllm: heads that its CPU kernels lack are refused",
-        "workers/backends/sampling/vllm/engine.py",
+        "workers/backends/sampling/vllm/checks.py",
         "    if missing:\n",
         "    if False:\n",
         "--confcutdir=tests/unit/workers/backends/sampling "
@@ -111,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         "vllm: float32 under adapters is refused on a GPU",
-        "workers/backends/sampling/vllm/engine.py",
+        "workers/backends/sampling/vllm/checks.py",
         ' and engine_args["dtype"] == "float32"',
         " and False",
         "--confcutdir=tests/unit/workers/backends/sampling "

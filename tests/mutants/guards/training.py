@@ -238,7 +238,7 @@ MUTANTS = (
     ),
     Mutant(
         "load_weights: an adapter of another scale",
-        "workers/backends/training/state.py",
+        "workers/backends/training/states/adapter.py",
         "if self.adapter.scaling != other.adapter.scaling:",
         "if False:",
         "tests/conformance/test_training_checkpoints.py::test_an_adapter_of_another_shape_changes_nothing[spec2-torch]",

@@ -20,8 +20,9 @@ from app.errors import ServerOpError, Unavailable, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
 from workers.backends.sampling.vllm import backend
-from workers.backends.sampling.vllm.backend import VllmFullFinetuneModel, VllmSampler
+from workers.backends.sampling.vllm.backend import VllmSampler
 from workers.backends.sampling.vllm.engine import EngineThread
+from workers.backends.sampling.vllm.weights import VllmFullFinetuneModel
 from workers.models import full_weights
 
 

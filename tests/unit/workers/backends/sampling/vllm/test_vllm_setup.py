@@ -17,16 +17,15 @@ from tests.parity import architectures
 from workers.backends.sampling import vllm
 from workers.backends.sampling.vllm.arguments import engine_args
 from workers.backends.sampling.vllm.backend import VllmSampler
-from workers.backends.sampling.vllm.engine import (
-    _explained,
+from workers.backends.sampling.vllm.checks import (
     check_dtype,
     check_experts,
     check_head_sizes,
     check_install,
     check_latent_attention,
     check_query_scaling,
-    set_environment,
 )
+from workers.backends.sampling.vllm.engine import _explained, set_environment
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE
 from workers.models import base_model
 
@@ -61,13 +60,14 @@ def test_a_vllm_that_cannot_be_imported_is_a_setup_error_that_names_the_cause(tm
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     monkeypatch.delenv(SAMPLER_PID_VARIABLE, raising=False)  # left by another test, it names a sampler to end with
     # Imported anew, they must not need vLLM either.
-    for name in ("engine", "worker"):
+    for name in ("checks", "engine", "worker"):
         monkeypatch.delitem(sys.modules, f"{vllm.__name__}.{name}")
         monkeypatch.setattr(vllm, name, None)
-    engine = import_module(f"{vllm.__name__}.engine")
-    engine.check_install()
+    import_module(f"{vllm.__name__}.engine")
+    checks = import_module(f"{vllm.__name__}.checks")
+    checks.check_install()
     with pytest.raises(SetupError, match=r"vLLM is installed but cannot be imported: libcudart\.so\.99: cannot open"):
-        engine.check_import()
+        checks.check_import()
 
 
 @pytest.mark.parametrize("own", [None, "1"])
