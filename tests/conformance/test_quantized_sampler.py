@@ -14,7 +14,8 @@ from app.settings import BaseModelSettings
 from tests import packed_checkpoints
 from tests.conformance.samplers import BACKENDS, CONTEXT, PROMPTS, Reference, make_reference, one
 from tests.models import tiny_qwen3
-from workers.backends.sampling.base import SamplerBackend, create
+from workers.backends.sampling.backends import create
+from workers.backends.sampling.base import SamplerBackend
 from workers.models.full_weights import write_dequantized
 
 

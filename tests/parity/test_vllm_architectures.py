@@ -17,7 +17,7 @@ from tests.conformance.samplers import BACKENDS
 from tests.models import VOCAB_SIZE, byte_tokenizer
 from tests.parity import architectures
 from tests.parity.test_sampled_architectures import SPEC, check, compare, sampled, trained
-from workers.backends.sampling.base import create
+from workers.backends.sampling.backends import create
 from workers.backends.sampling.vllm import checks
 from workers.backends.training.base import Create
 from workers.models import target_modules

@@ -29,7 +29,8 @@ from app.wire import tinker_pb2 as pb
 from tests import assembly
 from tests.faults.proxy import Proxy
 from tests.unit.workers.conftest import BASE, World, await_true
-from workers.backends.sampling.base import RequestHandle, SamplerBackend, create
+from workers.backends.sampling.backends import create
+from workers.backends.sampling.base import RequestHandle, SamplerBackend
 from workers.sample import adapter_files
 from workers.sample.runner import SampleRunner
 
