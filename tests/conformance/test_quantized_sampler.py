@@ -41,7 +41,7 @@ def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="module")
 def reference(settings: BaseModelSettings, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder: Path = tmp_path_factory.mktemp("dequantised")
-    write_dequantized(settings, folder)
+    write_dequantized(settings, "float32", folder)
     return make_reference(folder)
 
 

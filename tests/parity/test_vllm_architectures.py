@@ -38,6 +38,12 @@ def settings(base: Path) -> BaseModelSettings:
 
 
 @pytest.fixture(autouse=True)
+def values_that_are_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4's layer of full attention has no v_proj."""
+    monkeypatch.setitem(architectures.CASES["gemma4"][1], "attention_k_eq_v", True)
+
+
+@pytest.fixture(autouse=True)
 def a_vocabulary_that_vllm_pads(monkeypatch: pytest.MonkeyPatch) -> None:
     """OLMo 3's vocabulary is no multiple of 64 (100,278), so vLLM's logits are wider than an adapter on its head."""
     monkeypatch.setitem(architectures.CASES["olmo3"][1], "vocab_size", VOCAB_SIZE + 3)

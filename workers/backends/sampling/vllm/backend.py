@@ -60,7 +60,8 @@ class VllmSampler:
         skeleton = base_model.skeleton(self._settings)
         if not self._full:
             checks.check_experts(self._settings, skeleton)
-        checks.check_latent_attention(self._settings, skeleton)
+            checks.check_rotary_order(self._settings, skeleton)
+        checks.check_latent_attention(self._settings, skeleton, full=self._full)
         checks.check_head_sizes(self._settings, skeleton)
         dtype = base_model.choose_dtype(self._settings.dtype, base_model.default_device())
         info = base_model.describe(self._settings, skeleton, dtype)
@@ -142,12 +143,13 @@ class VllmSampler:
 
     def _start(self, arguments: dict[str, Any], form: packed.Format | None) -> EngineThread:
         """Starts vLLM on the base itself, or on plain weights where vLLM would compute other numbers than the trainer:
-        with its own quantisation, or with quantised activations."""
-        if not self._settings.quantized and (form is None or form.exact_in_vllm):
+        with its own quantisation, or with quantised activations. All weights of a full fine-tune are plain, so they
+        cannot replace codes."""
+        if not self._settings.quantized and (form is None or (form.exact_in_vllm and not self._full)):
             return EngineThread(arguments)
         self._settings.check_quantized()
         with temporary_folder() as folder:
-            full_weights.write_dequantized(self._settings, folder)
+            full_weights.write_dequantized(self._settings, arguments["dtype"], folder)
             torch.cuda.empty_cache()  # vLLM takes its share of what is free
             return EngineThread({**arguments, "model": str(folder)})
 

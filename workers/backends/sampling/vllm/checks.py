@@ -100,17 +100,35 @@ def check_dtype(settings: BaseModelSettings, engine_args: dict[str, Any]) -> Non
         )
 
 
-def check_latent_attention(settings: BaseModelSettings, skeleton: nn.Module) -> None:
-    """Raises UnservableModel for latent attention (DeepSeek, Kimi-Linear) on a CPU.
+def check_latent_attention(settings: BaseModelSettings, skeleton: nn.Module, *, full: bool) -> None:
+    """Raises UnservableModel for latent attention (DeepSeek, Kimi-Linear) on a CPU, and with adapters.
 
     vLLM 0.32's CPU kernels for it have one size, DeepSeek-V3's 576, and on a CPU with AMX bf16 alone; they ask neither
-    at the start. No test has run them.
+    at the start. No test has run them. On a GPU it computes with `kv_b_proj` as it was before adapters came
+    (MLAAttention in model_executor/layers/attention/mla_attention.py), so their pairs on it would do nothing.
     """
-    if torch.cuda.is_available():
+    if not any(hasattr(module, "kv_lora_rank") for module in skeleton.modules()):
         return
-    if any(hasattr(module, "kv_lora_rank") for module in skeleton.modules()):
+    if not torch.cuda.is_available():
+        why = "which Tinsmith does not run in vLLM's CPU build"
+    elif not full:
+        why = "where vLLM leaves out adapters on kv_b_proj"
+    else:
+        return
+    raise UnservableModel(
+        f"base model {settings.name!r} has latent attention, {why}: set sampler.backend to transformers"
+    )
+
+
+def check_rotary_order(settings: BaseModelSettings, skeleton: Any) -> None:
+    """Raises UnservableModel for adapters on a Llama 4: vLLM 0.32 would add their pairs to other rows of q and k.
+
+    It sorts the rows of these weights for its rotary embedding, and the adapters' not (`permute_qk_weight_for_rotary`
+    in model_executor/models/llama4.py).
+    """
+    if skeleton.config.get_text_config().model_type == "llama4_text":
         raise UnservableModel(
-            f"base model {settings.name!r} has latent attention, which Tinsmith does not run in vLLM's CPU build: set "
+            f"base model {settings.name!r} is a Llama 4, whose adapters vLLM adds to the wrong rows: set "
             "sampler.backend to transformers"
         )
 

@@ -156,7 +156,7 @@ def write(settings, folder: Path) -> None:
     input()
 
 full_weights.write_dequantized = write
-VllmSampler(BaseModelSettings(name="tiny", path="nowhere", dtype="nf4"))._start({}, None)
+VllmSampler(BaseModelSettings(name="tiny", path="nowhere", dtype="nf4"))._start({"dtype": "bfloat16"}, None)
 """
 
 
@@ -168,7 +168,7 @@ def test_the_plain_weights_of_a_sampler_that_was_killed_are_removed_and_those_of
     monkeypatch.setattr(tempfile, "tempdir", None)
     found: list[list[str]] = []
 
-    def write(_: BaseModelSettings, folder: Path) -> None:
+    def write(_: BaseModelSettings, dtype: str, folder: Path) -> None:
         (folder / "model.safetensors").write_text("of this process")
         found.append(sorted(file.read_text() for file in tmp_path.rglob("*.safetensors")))
 
@@ -180,8 +180,8 @@ def test_the_plain_weights_of_a_sampler_that_was_killed_are_removed_and_those_of
     sampler = VllmSampler(BaseModelSettings(name="tiny", path="nowhere", dtype="nf4"))
     with subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"written\n"
-        sampler._start({}, None)
+        sampler._start({"dtype": "bfloat16"}, None)
         process.kill()
-    sampler._start({}, None)
+    sampler._start({"dtype": "bfloat16"}, None)
     assert found == [["of a killed process", "of this process"], ["of this process"]]
     assert list(tmp_path.iterdir()) == []
