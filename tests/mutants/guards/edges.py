@@ -266,7 +266,7 @@ MUTANTS = (
     Mutant(
         "restore: a call that has ended needs none",
         "workers/train/runner.py",
-        "        if seq > lease.applied:\n            self._retry_backoff.retry_later",
+        "        if dispatch.seq > lease.applied:\n            self._retry_backoff.retry_later",
         "        if True:\n            self._retry_backoff.retry_later",
         f"{_RESTORES}::test_a_call_that_has_ended_asks_for_one_restore_only[breaks]",
     ),

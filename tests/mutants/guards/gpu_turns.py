@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant(
         "turns: no switch for an Op that is missing",
         "workers/train/runner.py",
-        "        self._check_arrived(resident, seq, kind)\n",
+        "        self._check_arrived(resident, dispatch)\n",
         "",
         f"{_SHARED}::test_a_call_behind_one_that_is_missing_waits_for_no_turn",
     ),
