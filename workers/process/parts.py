@@ -35,16 +35,12 @@ from workers.maintenance.accounting import Accounting
 from workers.maintenance.adapters import EphemeralAdapters
 from workers.maintenance.captures import ExpiredCaptures
 from workers.maintenance.direct_queues import DirectQueues
-from workers.maintenance.leader import (
-    MaintenanceRunner,
-    MaintenanceTask,
-    PayloadSpilling,
-    SessionExpiry,
-    WhileSteady,
-)
+from workers.maintenance.leader import MaintenanceRunner, MaintenanceTask, WhileSteady
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Redispatcher
 from workers.maintenance.retention import Retention
+from workers.maintenance.sessions import SessionExpiry
+from workers.maintenance.spilling import PayloadSpilling
 from workers.process.gpu_turns import GpuTurns
 from workers.process.liveness import Heartbeat, LeaseKeeper, Watchdog
 
