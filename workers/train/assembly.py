@@ -88,6 +88,7 @@ class AssembledTrainer:
     def on_tick(self) -> None:
         with self.watchdog.working():
             self.runner.commit_saves()
+            self.retry_backoff.retry_due()
             self.idle_eviction()
 
     def close(self) -> None:
@@ -154,9 +155,7 @@ def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides:
         retry_backoff=retry_backoff,
         runner=runner,
         rebalancer=Rebalancer(runner, owner, parts.records, send, serving.base.name, parts.node, full=serving.full),
-        idle_eviction=IdleEviction(
-            owner, retry_backoff, parts.lifecycle.unwanted, parts.settings.engine.idle_s, shm_transfers.lost
-        ),
+        idle_eviction=IdleEviction(owner, parts.lifecycle.unwanted, parts.settings.engine.idle_s, shm_transfers.lost),
     )
 
 

@@ -21,7 +21,6 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, load
 from workers.train.owner import Owner, Resident
 from workers.train.runner import TrainingRunner
-from workers.train.scheduler import RetryBackoff
 
 log = logging.getLogger(__name__)
 _AT_ONCE_S = 5.0
@@ -124,20 +123,18 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class IdleEviction:
-    """Idle eviction, and the restart of models whose journal has to run again.
+    """Evicts idle and unwanted models, and discards those whose journal has to run again.
 
     `unwanted(model ids)` returns the deleted models and those whose session is over. `incomplete()` returns the models
     whose journal has to run again, because only the journal can rebuild something that was lost.
     """
 
     owner: Owner
-    retry_backoff: RetryBackoff
     unwanted: Callable[[Collection[str]], set[str]]
     idle_s: float
     incomplete: Callable[[], Set[str]]
 
     def __call__(self) -> None:
-        self.retry_backoff.retry_due()
         for model_id in self.owner.residents().keys() & self.incomplete():
             self.owner.discard(model_id)
         self._evict_idle()
