@@ -58,12 +58,12 @@ class Rebalancer:
         raise Requeue(f"{lighter} has fewer models than {self._node}")
 
     def _lighter(self, model_id: str) -> str | None:
+        """The trainer with the fewest models, if this one has more and does not own the model."""
         mine = self._owner.residents()
         if not mine or model_id in mine:
             return None
-        others = self._others()
-        lightest = min(others, key=lambda node: others[node], default=self._node)
-        return lightest if others.get(lightest, len(mine)) < len(mine) else None
+        lighter = {node: models for node, models in self._others().items() if models < len(mine)}
+        return min(lighter, key=lambda node: lighter[node], default=None)
 
     def _others(self) -> dict[str, int]:
         """Number of models of each other healthy trainer of the base."""
