@@ -320,17 +320,19 @@ class Watchdog:
         elif self.deaf_s() > 2 * self._healthy_s:
             self._end(f"nothing was done for {self.deaf_s():.0f} s, although tasks were dispatched to this worker")
         else:
-            self._send_tick_if_due(now)
+            self._check_broker(now)
 
-    def _send_tick_if_due(self, now: float) -> None:
+    def _check_broker(self, now: float) -> None:
+        """Sends a tick if one is due. Time in which the broker was away is no silence of this worker."""
         self._unanswered = self._unanswered or now
-        if not self._reaches_broker(now):
+        if not self._send_tick_if_due(now):
             return
         if now - self._unanswered > _AWAY_S:
             self._alive = time.monotonic()
         self._unanswered = None
 
-    def _reaches_broker(self, now: float) -> bool:
+    def _send_tick_if_due(self, now: float) -> bool:
+        """Returns False when the broker is away."""
         waiting = self._ticks.waiting()
         if waiting is None:
             return False
