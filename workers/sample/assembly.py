@@ -13,12 +13,12 @@ from app.stores.redis import keys
 from app.stores.redis.client import Channel, connect_state
 from workers.backends.sampling.base import SamplerBackend
 from workers.process.fair_queue import FairQueue, ProjectWeights
-from workers.process.liveness import Probe
 from workers.process.parts import Parts, Serving, create_heartbeat, create_watchdog, maintenance
 from workers.process.runtime import Runtime, exit_process
 from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
 from workers.sample.admission import BatchAdmission, ThrottledDispatch
 from workers.sample.device_time import DeviceClock
+from workers.sample.probe import Probe
 from workers.sample.runner import RunningRequests, SampleRunner, TokenPublisher
 
 
