@@ -18,9 +18,10 @@ from app.errors import Fenced, NotFound, OpError, TinsmithError, Unavailable
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry
 from workers.checkpoints.snapshots import Snapshots
-from workers.checkpoints.writer import DeferredWrite, OpResult
+from workers.checkpoints.writer import DeferredWrite
 from workers.process import telemetry
 from workers.train.executor import Executor
+from workers.train.op_result import OpResult
 from workers.train.owner import Broken, Owner, PendingCommit, Resident
 
 log = logging.getLogger(__name__)

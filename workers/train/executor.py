@@ -36,8 +36,9 @@ from app.stores.redis.types import Entry, Lease
 from app.wire import results
 from workers.backends.training.base import BackendOp, Create, Load, TrainingBackend
 from workers.checkpoints import transfer
-from workers.checkpoints.writer import DeferredWrite, OpResult, Saver
+from workers.checkpoints.writer import DeferredWrite, Saver
 from workers.process import telemetry
+from workers.train.op_result import OpResult
 
 LOST_BATCH = "lost_batch"
 

@@ -33,9 +33,9 @@ from app.errors import (
 )
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry, Lease, NextOp, OwnedElsewhere
-from workers.checkpoints.writer import OpResult
 from workers.process import telemetry
 from workers.train.committer import BackgroundSaves, Committer, StartedOp
+from workers.train.op_result import OpResult
 from workers.train.owner import (
     MAX_ATTEMPTS,
     Broken,
