@@ -162,7 +162,7 @@ def create_heartbeat(
     )
 
 
-def maintenance(parts: Parts) -> MaintenanceRunner:
+def create_maintenance(parts: Parts) -> MaintenanceRunner:
     teardown = Teardown(parts.lifecycle, parts.records, parts.store, parts.dispatcher.wake)
     captures = CaptureFiles(parts.store, parts.settings.capture_secret, parts.records.now)
 

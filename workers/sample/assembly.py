@@ -13,7 +13,7 @@ from app.stores.redis import keys
 from app.stores.redis.client import Channel, connect_state
 from workers.backends.sampling.base import SamplerBackend
 from workers.process.fair_queue import FairQueue, ProjectWeights
-from workers.process.parts import Parts, Serving, create_heartbeat, create_watchdog, maintenance
+from workers.process.parts import Parts, Serving, create_heartbeat, create_maintenance, create_watchdog
 from workers.process.runtime import Runtime, exit_process
 from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
 from workers.sample.admission import BatchAdmission, ThrottledDispatch
@@ -79,7 +79,7 @@ def assemble_sampler(
         queue=queue,
         heartbeat=heartbeat,
         watchdog=watchdog,
-        maintenance=maintenance(parts),
+        maintenance=create_maintenance(parts),
         on_tick=probe,
         close=close,
         leave=heartbeat.leave,
