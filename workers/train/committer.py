@@ -102,7 +102,7 @@ class Committer:
         except Fenced:
             raise
         except BaseException:
-            self._owner.discard(resident.lease.model_id)
+            self._owner.discard(resident.model_id)
             raise
 
     def settle(self, resident: Resident, within_s: float) -> None:
@@ -112,26 +112,26 @@ class Committer:
         """
         deadline = time.monotonic() + within_s
         if resident.uncommitted:
-            self._background_saves.finish(resident.lease.model_id, within_s)
+            self._background_saves.finish(resident.model_id, within_s)
             with suppress(TinsmithError, redis.RedisError):
                 self.commit(resident)
         # An object store that hangs must leave time for the snapshot on the disk.
         half = max(0.0, deadline - time.monotonic()) / 2
-        self._executor.saver.shm_transfers.finish(resident.lease.model_id, half)
-        if self._owner.resident(resident.lease.model_id) is resident:  # the commit may have discarded it
+        self._executor.saver.shm_transfers.finish(resident.model_id, half)
+        if self._owner.resident(resident.model_id) is resident:  # the commit may have discarded it
             self._snapshots.settle(resident, within_s=max(0.0, deadline - time.monotonic()))
 
     def _put_off(self, resident: Resident) -> None:
         """Puts the Op off: the object store is away and the model is unchanged. If Ops ran ahead, discards the state;
         the journal restores it."""
         if len(resident.uncommitted) > 1:
-            self._owner.discard(resident.lease.model_id)
+            self._owner.discard(resident.model_id)
         else:
             self._owner.put_off(resident.lease, resident.uncommitted.popleft().entry.seq)
 
     def _discard(self, group: Sequence[StartedOp]) -> None:
         for op in group:
-            self._owner.discard(op.resident.lease.model_id)
+            self._owner.discard(op.resident.model_id)
 
     def _commit(self, resident: Resident, pending: PendingCommit) -> None:
         op_result, entry = self._op_result(resident, pending), pending.entry
@@ -154,7 +154,7 @@ class Committer:
         commit_s = time.monotonic() - started
         telemetry.op_done(entry, failed=failed, run_s=pending.run_s, commit_s=commit_s, ops_in_pass=pending.ops_in_pass)
         if op_result.spoils:
-            self._owner.discard(resident.lease.model_id)
+            self._owner.discard(resident.model_id)
         else:
             self._snapshot(resident, entry, failed)
 
@@ -172,9 +172,7 @@ class Committer:
         try:
             self._snapshots.after(resident, entry, failed=failed)
         except Exception as error:
-            raise Broken(
-                f"the snapshot of {resident.lease.model_id} failed: {error}", (resident.lease, entry.seq)
-            ) from error
+            raise Broken(f"the snapshot of {resident.model_id} failed: {error}", (resident.lease, entry.seq)) from error
 
     def _run_ops(self, group: Sequence[StartedOp]) -> list[Future[OpResult]]:
         """Runs the Ops of a pass. Returns the result of each, in the order of the Ops."""

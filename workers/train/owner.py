@@ -48,6 +48,10 @@ class Resident:
     uncommitted: deque[PendingCommit] = field(default_factory=deque)
 
     @property
+    def model_id(self) -> str:
+        return self.lease.model_id
+
+    @property
     def reached(self) -> int:
         return self.applied + len(self.uncommitted)
 

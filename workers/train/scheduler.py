@@ -189,7 +189,7 @@ class Scheduler:
 
 
 def _of(asked: Resident, waiting: Sequence[NextOp]) -> NextOp | None:
-    return next((head for head in waiting if head.model_id == asked.lease.model_id), None)
+    return next((head for head in waiting if head.model_id == asked.model_id), None)
 
 
 def _can_join(head: NextOp, mine: NextOp) -> bool:
