@@ -211,10 +211,8 @@ class Committer:
         return written
 
     def _run_together(self, group: Sequence[StartedOp]) -> list[Future[OpResult]]:
-        ran = self._executor.run_together([(op.resident.lease, op.entry, op.resident.accumulation) for op in group])
-        found = [(op.entry, ran[op.resident.lease.model_id]) for op in group]
-        op_results = [OpResult.failed(entry, one) if isinstance(one, OpError) else one for entry, one in found]
-        return [op_result.as_future() for op_result in op_results]
+        started = [(op.resident.lease, op.entry, op.resident.accumulation) for op in group]
+        return [op_result.as_future() for op_result in self._executor.run_together(started)]
 
 
 def _shares(op_results: Sequence[Future[OpResult]]) -> list[float]:
