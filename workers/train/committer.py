@@ -63,6 +63,7 @@ class Committer:
         Raises the errors of `commit` for the requested Op. An error of another Op concerns only the dispatch of that
         Op.
         """
+        asked = group[-1]
         for op in group:
             telemetry.op_started(op.entry, op.entry.owner)
         started = time.monotonic()
@@ -76,13 +77,12 @@ class Committer:
             try:
                 self.commit(op.resident)
             except (Fenced, NotFound, Unavailable):
-                if op is group[-1]:
+                if op is asked:
                     raise
                 self._discard([op])
             except BaseException:
                 self._discard(group[at + 1 :])
                 raise
-        asked = group[-1]
         return op_results[-1].result().result if asked.resident.applied == asked.entry.seq else None
 
     def commit(self, resident: Resident) -> None:
