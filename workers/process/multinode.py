@@ -36,7 +36,6 @@ import tomli_w
 from app.errors import SetupError
 from app.settings import SETTINGS_VARIABLE, Settings
 from app.stack import child
-from app.stack.child import end_with
 from app.stack.signals import stop_signals
 from app.stack.supervisor import SETUP_ERROR_CODE
 
@@ -233,7 +232,7 @@ def _launch(arguments: list[str], environ: Mapping[str, str], pipe: FileIO) -> i
         [sys.executable, "-u", "-m", "deepspeed.launcher.launch", *arguments],
         env={**os.environ, **environ},
         stdin=subprocess.DEVNULL,
-        preexec_fn=lambda: end_with(me),
+        preexec_fn=lambda: child.end_with(me),
     )
     lifeline = Lifeline(pipe)
     while launcher.poll() is None and lifeline.held():

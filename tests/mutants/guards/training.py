@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         "committer: no snapshot of a state that has gone",
         "workers/train/committer.py",
-        "        if self._owner.resident(resident.lease.model_id) is resident:",
+        "        if self._owner.resident(resident.model_id) is resident:",
         "        if True:",
         f"{_OVERFLOW}::test_no_snapshot_is_taken_of_a_spoiled_state",
     ),
