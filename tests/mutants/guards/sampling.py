@@ -86,8 +86,8 @@ MUTANTS = (
     Mutant(
         "vllm: latent attention is refused on a CPU",
         "workers/backends/sampling/vllm/checks.py",
-        'if any(hasattr(module, "kv_lora_rank") for module in skeleton.modules()):',
-        "if False:",
+        'if not any(hasattr(module, "kv_lora_rank") for module in skeleton.modules()):',
+        "if True:",
         "--confcutdir=tests/unit/workers/backends/sampling "
         "tests/unit/workers/backends/sampling/vllm/test_vllm_setup.py::test_latent_attention_is_refused_on_a_cpu",
     ),

@@ -77,6 +77,17 @@ def test_it_is_written_as_a_plain_model_for_engines_that_would_compute_otherwise
     assert json.loads((tmp_path / "written/generation_config.json").read_text())["eos_token_id"] == [7]
 
 
+def test_it_is_unpacked_in_host_memory_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plain weights may be too large for one. torch's CPU build fails when anything moves to a GPU."""
+    made, plain = build(*FORMATS[0], tmp_path)
+    (tmp_path / "written").mkdir()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    full_weights.write_dequantized(settings(made), "bfloat16", tmp_path / "written")
+    monkeypatch.undo()
+    found, wanted = (base_model.load(settings(folder, "bfloat16")).model for folder in (tmp_path / "written", plain))
+    assert_same(dict(found.named_parameters()), dict(wanted.named_parameters()))
+
+
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
