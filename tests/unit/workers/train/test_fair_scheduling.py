@@ -52,10 +52,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Passes:
-    """The models of each pass, in order; a pass takes a second."""
+    """The models of each pass, in order; a pass takes a second, or the `seconds` of one of its models."""
 
-    def __init__(self, worker: Worker, clock: Clock) -> None:
-        self._inner, self._clock, self.ran = worker.backend, clock, list[set[str]]()
+    def __init__(self, worker: Worker, clock: Clock, seconds: Mapping[str, float] = {}) -> None:
+        self._inner, self._clock, self._seconds = worker.backend, clock, seconds
+        self.ran = list[set[str]]()
         object.__setattr__(worker.runner._committer._executor, "backend", self)
 
     def __getattr__(self, name: str) -> Any:
@@ -63,7 +64,7 @@ class Passes:
 
     def apply(self, ops: Mapping[str, Any]) -> Any:
         self.ran.append(set(ops))
-        self._clock.now += 1.0
+        self._clock.now += max(self._seconds.get(model, 1.0) for model in ops)
         return self._inner.apply(ops)
 
     def of(self, project: set[str]) -> list[int]:
@@ -138,7 +139,8 @@ def test_an_idle_project_has_no_credit_for_it(world: World, worker: Worker, cloc
     project_of(world, "light", LIGHT)
     own(worker, HEAVY[0], LIGHT)
     fill(world, HEAVY[0], calls=30)
-    passes = Passes(worker, clock)
+    # With equal passes the projects' times would be equal, and a microsecond of another thread would choose the next.
+    passes = Passes(worker, clock, {LIGHT: 1.01})
     for seq in range(1, 21):
         handle(worker, HEAVY[0], seq, "forward")
     fill(world, LIGHT, calls=10)
