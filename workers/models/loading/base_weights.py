@@ -46,6 +46,7 @@ def _check(records: RedisRecords, base: BaseModelSettings) -> None:
     with explained(base):
         found = weights_id(base.path)
     if not found:
+        log.warning("the weights of base model %s are not checked: they are in no safetensors files", base.name)
         return
     if base.weights_id not in ("", found):
         raise UnservableModel(

@@ -69,8 +69,9 @@ def test_weights_without_the_id_of_the_settings_are_refused_and_not_noted(client
     assert noted(client) == {}
 
 
-def test_weights_in_other_files_than_safetensors_are_not_checked(client, tmp_path):
+def test_weights_in_other_files_than_safetensors_are_not_checked(client, tmp_path, caplog):
     assert start(client, tmp_path, weights="0" * 16)
+    assert "o/base are not checked" in caplog.text
     assert noted(client) == {}
 
 
