@@ -1,7 +1,7 @@
-"""kombu's Redis transport, which keeps no list of messages in hand at the broker, and never waits for broadcasts.
+"""kombu's Redis transport. It keeps no list of unacknowledged messages at the broker, and never waits for broadcasts.
 
-**Messages in hand.** kombu notes each message that a worker has, and its end: two of six round trips of an Op, for
-messages that the redispatch task dispatches again anyway.
+**Unacknowledged messages.** kombu writes each message that a worker reserves to the broker, and removes it when it is
+acknowledged: two of six round trips of an Op, for messages that the redispatch task dispatches again anyway.
 
 **Broadcasts.** kombu reads this connection, which carries the commands of Flower and `celery inspect`, when data or its
 end has arrived. With a retry, redis-py would answer its end with a new connection and wait there for a message, for
@@ -28,8 +28,8 @@ _SCHEMES = ("redis", "rediss")
 _CHECKS = ("required", "optional", "none")
 
 
-class _InHand(virtual.QoS):  # type: ignore[misc]
-    """The messages that this worker has. Only the worker knows them."""
+class _Unacknowledged(virtual.QoS):  # type: ignore[misc]
+    """The messages that this worker has reserved and not acknowledged. Only the worker knows them."""
 
     def restore_unacked(self) -> list[Any]:
         """Sends them back, up to the first one that the broker does not take. kombu would wait for a silent broker once
@@ -49,7 +49,7 @@ class _Channel(redis.Channel):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.QoS = _InHand
+        self.QoS = _Unacknowledged
 
     def _create_client(self, asynchronous: bool = False) -> Redis:
         """Keeps the client of the pool: kombu makes one for each message, in 0.1 to 0.2 ms."""

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from app.commands import options, parsers
 from app.errors import SetupError, TinsmithError
-from app.stack.arguments import hide_secrets
+from app.stack.redaction import hide_secrets
 from app.stack.terminal import warn
 
 _UP_EXAMPLES = """\
@@ -357,9 +357,8 @@ def _import(arguments: argparse.Namespace) -> int:
 
 def _flower(arguments: argparse.Namespace) -> NoReturn:
     from app.commands.flower import flower
-    from app.stack.config import Options
 
-    flower(Options(config=arguments.config, data_dir=arguments.data_dir), arguments.address, arguments.port)
+    flower(options.folder_options(arguments), arguments.address, arguments.port)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

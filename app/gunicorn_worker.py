@@ -33,6 +33,8 @@ from app.thread_pool import WAITS_S, Sender, Sends, ThreadPool
 log = logging.getLogger(__name__)
 ARRIVING = 2048
 """Most connections whose request is still arriving. Above it, the address with the most of them loses its oldest."""
+IDLE_A_THREAD = 3
+"""Idle connections that are kept for each thread."""
 ARRIVAL_S = 20.0
 """Time for a header and a small body to arrive."""
 _HEAD_BYTES = 64 * 1024
@@ -46,8 +48,6 @@ _LINGER_S = 2.0
 # A body that the application did not read may still be on its way; its thread hardly waits for it.
 _DRAIN_S = 0.1
 _EXPIRE_EVERY_S = 0.5
-IDLE_A_THREAD = 3
-"""Idle connections that are kept for each thread."""
 # More resumed requests at once would only make other requests wait for Python's global lock.
 _RESUMED_AT_ONCE = 8
 # A larger request is not suspended: its bytes are kept until then.
@@ -172,8 +172,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         self._suspended: set[Request] = set()
         # Also requests that were resumed earlier.
         self._deadlines: list[tuple[float, int, Request]] = []
-        self._ends = Ends()
-        self._sends = Sends()
+        self._ends, self._sends = Ends(), Sends()
         self._woken, self._expired = deque[Request](), deque[Request]()
         self._resumed = 0
         self._expire_at = 0.0
@@ -249,21 +248,22 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         super().wait_for_and_dispatch_events(timeout)
 
     def murder_pending(self) -> None:
-        """Closes the connections whose time is over, and resumes such requests; gunicorn calls it after every event. A
-        stopping worker also closes those that have sent nothing, and resumes all requests. Where calls have no thread,
-        clients that read slowly lose theirs."""
+        """Ends what has waited for too long: for a thread, a result or a client. gunicorn calls it after each event."""
         if self.tpool.is_behind:
             self.tpool.start_more()
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
             self._resume(heapq.heappop(self._deadlines)[2])
-        if now < self._expire_at:
-            return
-        self._expire_at = now + _EXPIRE_EVERY_S
-        for arrivals in list(self._arrivals.values()):
-            for arrival in list(arrivals.values()):
-                if arrival.until <= now or not (self.alive or arrival.data or arrival.ends):
-                    self._drop(arrival)
+        if now >= self._expire_at:
+            self._expire_at = now + _EXPIRE_EVERY_S
+            self._expire(now)
+
+    def _expire(self, now: float) -> None:
+        """Closes the connections whose time is over. A stopping worker also closes those that have sent nothing, and
+        resumes all requests. Where calls have no thread, clients that read slowly lose theirs."""
+        for arrival in [arrival for arrivals in self._arrivals.values() for arrival in arrivals.values()]:
+            if arrival.until <= now or not (self.alive or arrival.data or arrival.ends):
+                self._drop(arrival)
         for request in () if self.alive else list(self._suspended):
             self._resume(request)
         if ended := self._sends.end_slowest(self.tpool.lacking):

@@ -1,5 +1,13 @@
 """Builds and parses the text of every id.
 
+    session                 <uuid>
+    model, or run           <session>:train:<number>
+    sampling session        <session>:sample:<number>
+    custom loss             <session>:loss:<number>
+    call                    <model>:<seq>, <model>:unload:0 or <sampling session>:<seq>
+    one sample of a call    <sampling session>:<seq>-<index>
+    checkpoint              tinker://<model>/<kind>/<name>
+
 Request ids are derived, not random: a repeated call has the same id in every API process and after every restart.
 The id in Flower or in a log line names the model and the seq.
 """
@@ -28,25 +36,16 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _SESSION = "[A-Za-z0-9-]{1,64}"
 _NUMBER = f"[0-9]{{1,{len(str(MAX_NUMBER))}}}"
 _LONG = "[0-9]{1,20}"
+_MODEL = f"{_SESSION}:train:{_NUMBER}"
+_MODEL_ID = re.compile(_MODEL)
+_UNLOAD_ID = re.compile(f"({_MODEL}):unload:0")
 _LOSS_ID = re.compile(f"{_SESSION}:loss:{_NUMBER}")
-_UNLOAD_ID = re.compile(f"({_SESSION}:train:{_NUMBER}):unload:0")
 _SEQUENCE_ID = re.compile(f"({_SESSION}:sample:{_LONG}):{_LONG}-[0-9]{{1,10}}")
 _REQUEST_ID = re.compile(f"{_SESSION}:((train|sample):{_LONG}(:unload)?:{_LONG}(-[0-9]{{1,10}})?|loss:{_NUMBER})")
-_MODEL_ID = re.compile(f"({_SESSION}):train:({_NUMBER})")
 
 
 def new_session_id() -> str:
     return str(uuid.uuid4())
-
-
-def model_id(session_id: str, model_seq_id: int) -> str:
-    """A model's id. The SDK computes this text itself when it creates a model from a checkpoint, so the form is
-    fixed."""
-    return f"{session_id}:train:{model_seq_id}"
-
-
-def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
-    return f"{session_id}:sample:{sampling_session_seq_id}"
 
 
 def session_id(project: str, api_key_id: str, key: str | None) -> str:
@@ -72,10 +71,43 @@ def openai_session_id(project: str) -> str:
     return str(uuid.uuid5(_OPENAI, project))
 
 
+def session_of(model_id: str) -> str:
+    return model_id.rpartition(":train:")[0]
+
+
+def model_id(session_id: str, model_seq_id: int) -> str:
+    """A model's id. The SDK computes this text itself when it creates a model from a checkpoint, so the form is
+    fixed."""
+    return f"{session_id}:train:{model_seq_id}"
+
+
+def is_model_id(text: str) -> bool:
+    return _MODEL_ID.fullmatch(text) is not None
+
+
+def model_prefix(session_id: str) -> str:
+    """The prefix of the ids of all models of a session."""
+    return f"{session_id}:train:"
+
+
+def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
+    return f"{session_id}:sample:{sampling_session_seq_id}"
+
+
 def openai_sampler_id(session_id: str, base_model: str, prefix: str) -> str:
     """The id of the sampler in that session for an adapter's files (with an empty prefix, for the base model)."""
     digest = hashlib.sha256(f"{base_model}\n{prefix}".encode()).digest()
     return sampling_session_id(session_id, int.from_bytes(digest[:8], "big") >> 1)
+
+
+def sampler_prefix(session_id: str) -> str:
+    """The prefix of the ids of all samplers of a session."""
+    return f"{session_id}:sample:"
+
+
+def newest_first(ids: Iterable[str]) -> list[str]:
+    """The models or samplers of one session by their numbers, which count up."""
+    return sorted(ids, key=seq_of, reverse=True)
 
 
 def loss_id(session_id: str, custom_loss_seq_id: int) -> str:
@@ -83,9 +115,13 @@ def loss_id(session_id: str, custom_loss_seq_id: int) -> str:
     return f"{session_id}:loss:{custom_loss_seq_id}"
 
 
-def is_request_id(text: str) -> bool:
-    """True for the form of a call's id; such a call need not exist."""
-    return _REQUEST_ID.fullmatch(text) is not None
+def is_loss_id(text: str) -> bool:
+    return _LOSS_ID.fullmatch(text) is not None
+
+
+def loss_prefix(session_id: str) -> str:
+    """The prefix of the ids of all custom losses of a session."""
+    return f"{session_id}:loss:"
 
 
 def unload_id(model_id: str) -> str:
@@ -99,43 +135,14 @@ def unloaded_by(request_id: str) -> str | None:
     return match and match[1]
 
 
-def hub_id(base_model: str) -> str:
-    """A base model's name as the SDK shortens it for Hugging Face's Hub: without a `:suffix` or a third part."""
-    return "/".join(base_model.split(":")[0].split("/")[:2])
-
-
-def model_prefix(session_id: str) -> str:
-    """The prefix of the ids of all models of a session."""
-    return f"{session_id}:train:"
-
-
-def sampler_prefix(session_id: str) -> str:
-    """The prefix of the ids of all samplers of a session."""
-    return f"{session_id}:sample:"
-
-
-def loss_prefix(session_id: str) -> str:
-    """The prefix of the ids of all custom losses of a session."""
-    return f"{session_id}:loss:"
-
-
-def checkpoint_path_prefix(model_id: str) -> str:
-    """The prefix of the paths of all checkpoints of a model."""
-    return f"tinker://{model_id}/"
-
-
-def checkpoint_uuid(path: str) -> str:
-    """A checkpoint's uuid, which the cursor of a search names."""
-    return str(uuid.uuid5(uuid.NAMESPACE_URL, path))
-
-
-def session_of(model_id: str) -> str:
-    return model_id.rpartition(":train:")[0]
-
-
 def request_id(parent_id: str, seq_id: int) -> str:
     """The id of a call. `parent_id` is a model id or a sampling session id."""
     return f"{parent_id}:{seq_id}"
+
+
+def is_request_id(text: str) -> bool:
+    """True for the form of a call's id; such a call need not exist."""
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 def parent_of(request_id: str) -> str:
@@ -143,30 +150,9 @@ def parent_of(request_id: str) -> str:
     return request_id.rpartition(":")[0]
 
 
-def newest_first(ids: Iterable[str]) -> list[str]:
-    """The models or samplers of one session by their numbers, which count up."""
-    return sorted(ids, key=seq_of, reverse=True)
-
-
 def seq_of(request_id: str) -> int:
     """The seq of a call."""
     return int(request_id.rpartition(":")[2])
-
-
-def sequence_id(request_id: str, index: int) -> str:
-    """The id of one sample of a sampling request."""
-    return f"{request_id}-{index}"
-
-
-def sampler_of(sequence_id: str) -> str:
-    """The sampling session of a sample; empty for text that is no such id."""
-    match = _SEQUENCE_ID.fullmatch(sequence_id)
-    return match[1] if match else ""
-
-
-def request_of(sequence_id: str) -> str:
-    """The sampling request of a sample."""
-    return sequence_id.rpartition("-")[0]
 
 
 def poll_target(sampler_id: str, clone: int | str) -> str:
@@ -181,17 +167,20 @@ def target_of(request_id: str) -> str:
     return poll_target(sampler_id, seq[:-9] or "0")
 
 
-def stable_seed(text: str) -> int:
-    """A seed in [0, 2^31) derived from an id, so that a retry or a replay draws the same random numbers."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+def sequence_id(request_id: str, index: int) -> str:
+    """The id of one sample of a sampling request."""
+    return f"{request_id}-{index}"
 
 
-def is_model_id(text: str) -> bool:
-    return _MODEL_ID.fullmatch(text) is not None
+def request_of(sequence_id: str) -> str:
+    """The sampling request of a sample."""
+    return sequence_id.rpartition("-")[0]
 
 
-def is_loss_id(text: str) -> bool:
-    return _LOSS_ID.fullmatch(text) is not None
+def sampler_of(sequence_id: str) -> str:
+    """The sampling session of a sample; empty for text that is no such id."""
+    match = _SEQUENCE_ID.fullmatch(sequence_id)
+    return match[1] if match else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +223,26 @@ def check_name(name: str) -> str:
             "not starting with '.' or '-'"
         )
     return name
+
+
+def checkpoint_path_prefix(model_id: str) -> str:
+    """The prefix of the paths of all checkpoints of a model."""
+    return f"tinker://{model_id}/"
+
+
+def checkpoint_uuid(path: str) -> str:
+    """A checkpoint's uuid, which the cursor of a search names."""
+    return str(uuid.uuid5(uuid.NAMESPACE_URL, path))
+
+
+def hub_id(base_model: str) -> str:
+    """A base model's name as the SDK shortens it for Hugging Face's Hub: without a `:suffix` or a third part."""
+    return "/".join(base_model.split(":")[0].split("/")[:2])
+
+
+def stable_seed(text: str) -> int:
+    """A seed in [0, 2^31) derived from an id, so that a retry or a replay draws the same random numbers."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
 def node_of(worker: str) -> str:

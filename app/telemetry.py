@@ -37,7 +37,7 @@ LOG_FIELDS = ("request_id", "model_id", "seq", "epoch", "applied", "waited_s", "
 
 REGISTRY = CollectorRegistry()
 ProcessCollector(registry=REGISTRY)
-# Of several processes these figures are one of them, or the earliest; others add up.
+# Of these, the least value of all processes is shown; the others are added up.
 _NOT_SUMS = ("process_start_time_seconds", "process_max_fds")
 
 ADMISSIONS = Counter("tinsmith_admissions", "Futures admitted", ["kind"], registry=REGISTRY)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from flask import Blueprint, Flask, redirect
-from flask_smorest import Api
 
 from app.api import (
     account,
@@ -108,14 +107,9 @@ def _add_routes(app: Flask) -> errors.TinsmithApi:
     app.register_blueprint(docs.blueprint)
     api = errors.TinsmithApi(app)
     with app.app_context():
-        register_blueprints(api)
+        for blueprint in _BLUEPRINTS:
+            api.register_blueprint(blueprint)
     # Not by the Api: its document describes each route once.
     earlier = cast(Blueprint, anthropic.blueprint)
     app.register_blueprint(earlier, name="anthropic_earlier", url_prefix=anthropic.EARLIER_PREFIX)
     return api
-
-
-def register_blueprints(api: Api) -> None:
-    """Adds every route of the API."""
-    for blueprint in _BLUEPRINTS:
-        api.register_blueprint(blueprint)

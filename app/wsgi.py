@@ -13,9 +13,12 @@ from app.telemetry import configure_logging
 configure_logging()
 _settings = from_environment()
 application = create_app(_settings)
-_oplog, _least_free = application.extensions[EXTENSION].oplog, _settings.engine.free_disk_bytes
+_oplog = application.extensions[EXTENSION].oplog
 _folders = {"data_dir": _settings.data_dir, "the object store": folder_of(_settings)}
+_disks = [
+    Disk(name, folder, _settings.engine.free_disk_bytes)
+    for name, folder in _folders.items()
+    if folder and folder.is_dir()
+]
 admission.beat_for_ever(_oplog)
-admission.watch_for_ever(
-    _oplog, [Disk(name, folder, _least_free) for name, folder in _folders.items() if folder and folder.is_dir()]
-)
+admission.watch_for_ever(_oplog, _disks)

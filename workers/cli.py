@@ -13,7 +13,7 @@ from typing import NoReturn
 from app import malloc, settings
 from app.dispatch import sample_queue, train_queue
 from app.errors import SetupError
-from app.settings.gpus import for_each
+from app.settings.gpus import gpus_of_copies
 from workers.process import gpu_start_locks, multinode
 from workers.process.startup import refuse, uncollected
 
@@ -28,11 +28,7 @@ def run_trainer() -> None:
     hosts of `trainer.hostfile`; the whole group ends when one rank dies. Rank 0 is the Celery worker; the other ranks
     follow its calls.
     """
-    parser = argparse.ArgumentParser(prog="python -m workers.trainer")
-    parser.add_argument("--base", required=True, help="name of the base model in the settings")
-    parser.add_argument("--full", action="store_true", help="train all of its weights, not adapters")
-    _add_worker_options(parser)
-    arguments = parser.parse_args()
+    arguments = _parse_arguments("workers.trainer", "train all of its weights, not adapters")
     malloc.share_arenas()
     spin_briefly()
     try:
@@ -95,11 +91,7 @@ def _end() -> NoReturn:
 def run_sampler() -> None:
     """`python -m workers.sampler --base NAME --name NAME [--copy N] [--full]`: starts one sampler, a Celery worker with
     a thread for each request."""
-    parser = argparse.ArgumentParser(prog="python -m workers.sampler")
-    parser.add_argument("--base", required=True, help="name of the base model in the settings")
-    parser.add_argument("--full", action="store_true", help="sample fully fine-tuned models, not adapters")
-    _add_worker_options(parser)
-    arguments = parser.parse_args()
+    arguments = _parse_arguments("workers.sampler", "sample fully fine-tuned models, not adapters")
     malloc.share_arenas()
     spin_briefly()
     try:
@@ -122,7 +114,11 @@ def _base_model(everything: settings.Settings, name: str) -> settings.BaseModelS
     return base
 
 
-def _add_worker_options(parser: argparse.ArgumentParser) -> None:
+def _parse_arguments(module: str, full: str) -> argparse.Namespace:
+    """The arguments of this process. `full` is the help of --full."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+    parser.add_argument("--base", required=True, help="name of the base model in the settings")
+    parser.add_argument("--full", action="store_true", help=full)
     parser.add_argument("--name", required=True, help="name of this worker, unique among the running ones")
     parser.add_argument(
         "--copy",
@@ -130,10 +126,11 @@ def _add_worker_options(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="number of this worker among the section's `count`, from 0: it gets the GPUs of that copy",
     )
+    return parser.parse_args()
 
 
 def _gpus(name: str, section: settings.TrainerSettings | settings.SamplerSettings, copy: int) -> tuple[int, ...]:
-    copies = for_each(name, section.devices, section.count)
+    copies = gpus_of_copies(name, section.devices, section.count)
     if not 0 <= copy < len(copies):
         raise SetupError(f"--copy is {copy}, but {name}.count is {section.count}; give a number below it")
     return copies[copy]

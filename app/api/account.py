@@ -7,16 +7,16 @@ from typing import Any
 
 from marshmallow import Schema, fields, validate
 
-from app.api.base import SdkSchema, current_caller, services
-from app.api.base import blueprint as make
+from app.api.base import current_caller, make_blueprint, services
+from app.api.schemas import SdkSchema
 
-auth_blueprint = make("auth", "Account")
+auth_blueprint = make_blueprint("auth", "Account")
 
-limits_blueprint = make("limits", "Account")
+limits_blueprint = make_blueprint("limits", "Account")
 
-billing_blueprint = make("billing", "Account")
+billing_blueprint = make_blueprint("billing", "Account")
 
-audit_blueprint = make("audit", "Account")
+audit_blueprint = make_blueprint("audit", "Account")
 
 
 class Token(SdkSchema):

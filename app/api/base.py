@@ -1,10 +1,7 @@
-"""The base of all routes: the current request (its caller, its body, the services that answer it), and the parts that
-all schemas share.
-"""
+"""The base of all routes: the current request, with its caller, its body and the services that answer it."""
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -15,14 +12,13 @@ from typing import Any, Protocol, TypeVar, cast
 import redis
 from flask import Flask, Request, Response, current_app, g, request
 from flask_smorest import Blueprint
-from marshmallow import EXCLUDE, Schema, ValidationError, fields, pre_load, validate
+from marshmallow import Schema
 from webargs import core
 from webargs.flaskparser import FlaskParser, is_json_request
 from werkzeug.datastructures import Headers
 
 from app.domain.accounts import Caller, Scope
 from app.errors import BadRequest, Forbidden, Unauthorized, Unavailable
-from app.ids import MAX_SEQ
 from app.services.container import Services
 from app.settings import Settings
 from app.stores.redis.types import Future
@@ -32,14 +28,10 @@ from app.tracing import requests as traced
 from app.wire.bodies import ByteBudget, check_parts, parse_json, unpack
 
 EXTENSION = "tinsmith"
-View = TypeVar("View", bound=Callable[..., Any])
 SETTINGS = "TINSMITH_SETTINGS"
 """Key of the settings in an application's config, because blueprints are configured before the services exist."""
-AnyView = Callable[..., Any]
+View = TypeVar("View", bound=Callable[..., Any])
 
-MAX_METADATA_BYTES = 16 * 1024
-"""Largest user_metadata of a session, model or checkpoint, as JSON. It is part of the record and is read with it."""
-MOST = 1000
 UNPACKED_AT_ONCE = 8
 """The number of the largest bodies (api.max_body_bytes) that a process holds unpacked at the same time. A few KB of
 zstd become so many bytes, and a parsed batch takes a multiple of them."""
@@ -84,13 +76,6 @@ class JsonParser(FlaskParser):
         return core.missing
 
 
-def json_content() -> Any:
-    """The body's JSON. Raises the errors of `content`, and of `parse_json`."""
-    limits = _settings().limits
-    most = limits.json_values if g.get("is_large") else min(limits.json_values, _SMALL_VALUES)
-    return parse_json(content(), limits, most)
-
-
 class _Blueprint(Blueprint):  # type: ignore[misc]
     """flask-smorest's Blueprint, with the body limits of this API. Its routes are in one group of the documentation,
     with the descriptions of their path parameters."""
@@ -115,7 +100,12 @@ def services() -> Services:
     return found
 
 
-def blueprint(
+def _settings() -> Settings:
+    found: Settings = current_app.config[SETTINGS]
+    return found
+
+
+def make_blueprint(
     name: str, group: str, prefix: str = "/api/v1", parameters: Mapping[str, str] = MappingProxyType({})
 ) -> Resource:
     """A blueprint whose routes are below `prefix`, in a group of app/api/docs.py. `parameters` describes every
@@ -226,15 +216,31 @@ def needs(*scopes: Scope) -> Callable[[View], View]:
     return decorate
 
 
-def at_most(size: int) -> Callable[[AnyView], AnyView]:
+def at_most(size: int) -> Callable[[View], View]:
     """A decorator directly below the route. The view answers 413 for a larger body, before parsing it."""
     return _limited(lambda: size)
 
 
-def large(view: AnyView) -> AnyView:
+def large(view: View) -> View:
     """A decorator directly below the route. The view accepts a body (with a batch or a prompt) up to
     api.max_body_bytes."""
     return _limited(lambda: _settings().api.max_body_bytes, is_large=True)(view)
+
+
+def _limited(size: Callable[[], int], *, is_large: bool = False) -> Callable[[View], View]:
+    def decorate(view: View) -> View:
+        @wraps(view)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            request.max_content_length = size()
+            g.is_large, g.unpacked = is_large, 0
+            try:
+                return view(*args, **kwargs)
+            finally:
+                _unpacked.give_back(g.unpacked)
+
+        return cast(View, wrapped)
+
+    return decorate
 
 
 def content() -> bytes:
@@ -252,149 +258,15 @@ def _take_unpacked(size: int) -> None:
         g.unpacked = size
 
 
+def json_content() -> Any:
+    """The body's JSON. Raises the errors of `content`, and of `parse_json`."""
+    limits = _settings().limits
+    most = limits.json_values if g.get("is_large") else min(limits.json_values, _SMALL_VALUES)
+    return parse_json(content(), limits, most)
+
+
 def batch_content() -> bytes:
     """The body of a protobuf batch. Raises the errors of `content`, also for too many parts."""
     body = content()
     check_parts(body, _settings().limits)
     return body
-
-
-def _limited(size: Callable[[], int], *, is_large: bool = False) -> Callable[[AnyView], AnyView]:
-    def decorate(view: AnyView) -> AnyView:
-        @wraps(view)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            request.max_content_length = size()
-            g.is_large, g.unpacked = is_large, 0
-            try:
-                return view(*args, **kwargs)
-            finally:
-                _unpacked.give_back(g.unpacked)
-
-        return wrapped
-
-    return decorate
-
-
-def _settings() -> Settings:
-    found: Settings = current_app.config[SETTINGS]
-    return found
-
-
-class SdkFloat(fields.Float):
-    """A number for which no SDK sends null on purpose. The SDK writes NaN and infinity as null, so null is an error:
-    the default in its place would give another result."""
-
-    default_error_messages = {  # noqa: RUF012 (marshmallow declares it for instances)
-        "null": "Is null, which is how the SDK sends NaN or infinity; send a finite number."
-    }
-
-
-class SdkSchema(Schema):
-    """A body that the SDK sends or reads. Newer SDKs add fields, so unknown fields are dropped. Older SDKs, to 0.6 at
-    least, send null for a field that newer ones leave out. So null means left out, but not where a field reads it."""
-
-    class Meta:
-        unknown = EXCLUDE
-
-    @pre_load
-    def _leave_out_null(self, given: Any, **_: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        return {name: value for name, value in given.items() if value is not None or self._reads_null(name)}
-
-    def _reads_null(self, name: str) -> bool:
-        field = self.fields.get(name)
-        return field is not None and (field.allow_none or isinstance(field, SdkFloat))
-
-
-class FirstWrong(fields.List[Any]):
-    """A list of at most `most` entries, counted before they are read. It names the first wrong entry and stops there:
-    an error for each wrong entry takes seconds for a body of some megabytes."""
-
-    def __init__(self, inner: fields.Field[Any], most: int, **options: Any) -> None:
-        super().__init__(inner, **options)
-        self._most = most
-
-    def _deserialize(self, value: Any, attr: str | None, data: Mapping[str, Any] | None, **kwargs: Any) -> list[Any]:
-        if not isinstance(value, list):
-            raise self.make_error("invalid")
-        if len(value) > self._most:
-            raise ValidationError(f"Has {len(value)} entries; at most {self._most} are allowed.")
-        found = []
-        for place, each in enumerate(value):
-            try:
-                found.append(self.inner.deserialize(each, **kwargs))
-            except ValidationError as error:
-                raise ValidationError({place: error.messages}) from None
-        return found
-
-
-class ErrorSchema(Schema):
-    """The body of every error."""
-
-    detail = fields.String(required=True, metadata={"description": "the mistake, with the wrong value"})
-    error = fields.String(required=True, metadata={"description": "the kind of error"})
-
-
-def counter(low: int = 0, high: int = MAX_SEQ) -> fields.Integer:
-    """A required count, such as a seq_id."""
-    return fields.Integer(required=True, strict=True, validate=validate.Range(low, high))
-
-
-def identifier() -> fields.String:
-    """A required id or path."""
-    return fields.String(required=True, validate=validate.Length(1, 512))
-
-
-def label() -> fields.String:
-    """A short text that is only stored and shown."""
-    return fields.String(allow_none=True, validate=validate.Length(max=512))
-
-
-def access_token(**options: Any) -> fields.String:
-    """A key to somebody else's checkpoint. It is not validated here, because the error message would repeat it."""
-    return fields.String(
-        metadata={"description": "an API key that may read the checkpoint, or a token made from such a key"}, **options
-    )
-
-
-def metadata() -> fields.Dict:
-    """Free text by key, empty by default."""
-    return fields.Dict(keys=fields.String(), values=fields.Raw(), load_default=dict, validate=check_metadata)
-
-
-def check_metadata(value: Mapping[str, Any] | None) -> None:
-    """Raises ValidationError for more metadata than a record may hold."""
-    size = len(json.dumps(value))
-    if size > MAX_METADATA_BYTES:
-        raise ValidationError(f"Has {size} bytes; at most {MAX_METADATA_BYTES} are allowed.")
-
-
-def page_limit(default: int) -> fields.Integer:
-    """The most entries in an answer."""
-    return fields.Integer(
-        load_default=default,
-        validate=validate.Range(1, MOST),
-        metadata={"description": "the greatest number of entries in the answer"},
-    )
-
-
-class Paged(SdkSchema):
-    offset = fields.Integer(
-        load_default=0, validate=validate.Range(0, 2**53), metadata={"description": "entries to skip"}
-    )
-    limit = page_limit(100)
-
-
-class Scoped(SdkSchema):
-    access_scope = fields.String(
-        load_default="owned",
-        validate=validate.OneOf(("owned", "accessible")),
-        metadata={"description": "owned: those of projects where you may train; accessible: all that you may see"},
-    )
-
-
-class Cursor(SdkSchema):
-    offset = fields.Integer()
-    limit = fields.Integer()
-    total_count = fields.Integer()

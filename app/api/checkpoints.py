@@ -14,20 +14,8 @@ from flask import Response, request, send_file
 from marshmallow import fields, validate
 from werkzeug.http import http_date
 
-from app.api.base import (
-    Cursor,
-    Paged,
-    Scoped,
-    SdkSchema,
-    access_token,
-    current_caller,
-    idempotency_key,
-    identifier,
-    needs,
-    page_limit,
-    services,
-)
-from app.api.base import blueprint as make
+from app.api.base import current_caller, idempotency_key, make_blueprint, needs, services
+from app.api.schemas import Cursor, Paged, Scoped, SdkSchema, access_token, identifier, nested, page_limit
 from app.errors import NotFound
 from app.ids import MAX_NUMBER, TinkerPath
 from app.services.views import CHECKPOINT_TYPES, Page
@@ -40,19 +28,19 @@ _PARTS = {
     "name": "the name under which the checkpoint was saved",
 }
 
-runs_blueprint = make("runs", "Checkpoints", parameters=_PARTS)
+runs_blueprint = make_blueprint("runs", "Checkpoints", parameters=_PARTS)
 _TYPES = tuple(CHECKPOINT_TYPES.values())
 _CHECKPOINT = "/training_runs/<run>/checkpoints/<kind>/<name>"
 
-checkpoints_blueprint = make("checkpoints", "Checkpoints")
+checkpoints_blueprint = make_blueprint("checkpoints", "Checkpoints")
 
-archives_blueprint = make(
+archives_blueprint = make_blueprint(
     "archives",
     "Downloads and uploads",
     parameters={**_PARTS, "prefix": "the prefix of a checkpoint's objects, from a signed URL"},
 )
 
-objects_blueprint = make(
+objects_blueprint = make_blueprint(
     "objects", "Downloads and uploads", parameters={"key": "the key of an object, from a signed URL"}
 )
 
@@ -225,7 +213,7 @@ class SearchCheckpoints(SdkSchema):
     project_ids = fields.List(fields.String(), load_default=None, allow_none=True, validate=validate.Length(max=1000))
     user_metadata = fields.Dict(keys=fields.String(), values=fields.String(), load_default=dict)
     checkpoint_type = fields.String(load_default=None, allow_none=True, validate=validate.OneOf(_TYPES))
-    owner = fields.Nested(SearchOwner, load_default=lambda: SearchOwner().load({}))
+    owner = nested(SearchOwner)
     base_models = fields.List(fields.String(), load_default=None, allow_none=True, validate=validate.Length(max=1000))
     limit = fields.Integer(strict=True, load_default=50, validate=validate.Range(1, 200))
     cursor = fields.Nested(CheckpointCursor, load_default=None, allow_none=True)
@@ -294,7 +282,7 @@ class SignedUrl(SdkSchema):
     signature = fields.String(required=True, metadata={"description": "from a signed URL"})
 
 
-@archives_blueprint.route("/training_runs/<run>/checkpoints/<kind>/<name>/archive", methods=["GET"])
+@archives_blueprint.route(f"{_CHECKPOINT}/archive", methods=["GET"])
 @archives_blueprint.response(302, description="Location is the URL of the archive, valid until Expires")
 def get_checkpoint_archive(run: str, kind: str, name: str) -> Response:
     """Redirect to a download URL of a checkpoint's files as one tar."""
@@ -331,11 +319,16 @@ def _tar(archive: Archive) -> Response:
 @objects_blueprint.response(200, description="The file", content_type="application/octet-stream")
 def get_object(asked: dict[str, Any], key: str) -> Response:
     """Download a file behind a signed URL."""
+    path = folder_store(key).open_signed(key, asked["expires"], asked["signature"])
+    return _in_chunks(send_file(path, mimetype="application/octet-stream"))
+
+
+def folder_store(key: str) -> FolderStore:
+    """The store of an object behind a signed URL. Raises NotFound on an S3 store, whose signed URLs lead to S3."""
     store = services().objects
     if not isinstance(store, FolderStore):
         raise NotFound(f"object {key[:200]!r} does not exist")
-    path = store.open_signed(key, asked["expires"], asked["signature"])
-    return _in_chunks(send_file(path, mimetype="application/octet-stream"))
+    return store
 
 
 def _in_chunks(download: Response) -> Response:

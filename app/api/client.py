@@ -10,9 +10,9 @@ from marshmallow import fields
 from prometheus_client import CONTENT_TYPE_LATEST
 from werkzeug.exceptions import RequestEntityTooLarge
 
-from app.api.base import SdkSchema, current_caller, json_content, needs, services
-from app.api.base import blueprint as make
+from app.api.base import current_caller, json_content, make_blueprint, needs, services
 from app.api.examples import CAPABILITIES
+from app.api.schemas import SdkSchema
 from app.domain.progress import Recorded
 from app.errors import RequestError
 from app.settings import Settings
@@ -20,7 +20,7 @@ from app.telemetry import QUEUES, exposition
 from app.wire.bodies import VALUES_EACH_PART
 from app.wire.telemetry import recorded
 
-client_blueprint = make("client", "Start")
+client_blueprint = make_blueprint("client", "Start")
 
 # The SDK's own chunks of a batch. Smaller ones are for a server with lower limits.
 _CHUNK_DATUMS, _CHUNK_BYTES = 1024, 5_000_000
@@ -30,7 +30,7 @@ _OWN_PARTS, _DATUM_PARTS = 16, 10
 # The SDK estimates at least so many bytes for each token: for one of a text the token, for one of an image its inputs.
 _TOKEN_BYTES = 4
 
-operations_blueprint = make("operations", "Operations", prefix="/")
+operations_blueprint = make_blueprint("operations", "Operations", prefix="/")
 
 
 class ClientConfig(SdkSchema):

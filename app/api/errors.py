@@ -18,7 +18,7 @@ from flask import Flask, request
 from flask_smorest import Api
 from werkzeug.exceptions import HTTPException
 
-from app.api.base import ErrorSchema
+from app.api.schemas import ErrorSchema
 from app.errors import STATE_SERVER_AWAY, BadRequest, InvalidToken, OpError, RequestError, Unavailable
 from app.ids import CHECKPOINT_KINDS
 from app.stores.redis.client import is_outage
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 OPENAI, ANTHROPIC = "/oai/api/v1", "/anthropic"
 Answer = tuple[dict[str, Any], int, dict[str, str]]
 NOT_UNICODE = "a string in the JSON body contains half of a surrogate pair; send complete characters"
+UNEXPECTED = "the server failed unexpectedly; its log has the cause"
 _LONGEST_VALUE = 80
 _MOST_COMPLAINTS = 20
 _UNKNOWN_URL = "UnknownUrl"
@@ -115,13 +116,13 @@ def _plain(detail: str, kind: str, status: int) -> dict[str, Any]:
 
 
 def _openai(detail: str, kind: str, status: int) -> dict[str, Any]:
-    where = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": detail, "type": where, "param": None, "code": _OPENAI_CODES.get(kind)}}
+    error_type = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": detail, "type": error_type, "param": None, "code": _OPENAI_CODES.get(kind)}}
 
 
 def _anthropic(detail: str, kind: str, status: int) -> dict[str, Any]:
-    where = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    error = {"type": where, "message": detail}
+    error_type = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    error = {"type": error_type, "message": detail}
     return {"type": "error", "error": error, "request_id": new_request_id()}
 
 
@@ -170,7 +171,7 @@ def _state_server(error: redis.RedisError) -> Answer | HTTPException:
 def _unexpected(error: Exception) -> Answer | HTTPException:
     if isinstance(error, HTTPException):
         return error
-    body, status, headers = _answer("the server failed unexpectedly; its log has the cause", "InternalServerError", 500)
+    body, status, headers = _answer(UNEXPECTED, "InternalServerError", 500)
     named = {"request_id": body["request_id"]} if "request_id" in body else None
     log.error("unexpected error", exc_info=error, extra=named)
     return body, status, headers

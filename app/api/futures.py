@@ -7,32 +7,19 @@ from typing import Any
 from flask import Response, request
 from marshmallow import RAISE, Schema, fields, validate
 
-from app.api.base import (
-    Cursor,
-    FirstWrong,
-    Paged,
-    SdkSchema,
-    current_caller,
-    identifier,
-    large,
-    needs,
-    services,
-    suspended,
-    suspension,
-    trace_poll,
-)
-from app.api.base import blueprint as make
+from app.api.base import current_caller, large, make_blueprint, needs, services, suspended, suspension, trace_poll
 from app.api.examples import RETRIEVE_FUTURE, TRY_AGAIN
+from app.api.schemas import Cursor, FirstWrong, Paged, SdkSchema, identifier
 from app.domain.results import JSON, PROTOBUF
 from app.services.views import Page
 from app.stores.redis.types import Completion
 from app.wire import results
 
-futures_blueprint = make("futures", "Futures")
+futures_blueprint = make_blueprint("futures", "Futures")
 
 _MOST_RETRIEVED = 100_000
 
-queue_blueprint = make("queue", "Futures", parameters={"request_id": "the request_id of a sampling request"})
+queue_blueprint = make_blueprint("queue", "Futures", parameters={"request_id": "the request_id of a sampling request"})
 
 
 class RetrieveFuture(SdkSchema):
@@ -110,7 +97,7 @@ def retrieve_futures(asked: dict[str, Any]) -> Response | dict[str, Any]:
     if ended is None:
         return suspended()
     found, cursor = ended
-    return {"completions": [_dump(completion) for completion in found], "cursor": cursor}
+    return {"completions": [_completed(completion) for completion in found], "cursor": cursor}
 
 
 class CancelFuture(SdkSchema):
@@ -132,11 +119,14 @@ def _prefers_json() -> bool:
     return request.accept_mimetypes.best_match([PROTOBUF, JSON], default=PROTOBUF) == JSON
 
 
-def _dump(completion: Completion) -> dict[str, Any]:
+def _completed(completion: Completion) -> dict[str, Any]:
     if completion.failed:
         return {"state": "failed", "request_id": completion.request_id}
-    size = {"response_payload_uncompressed_size": completion.size}
-    return {"state": "finished", "request_id": completion.request_id, **size}
+    return {
+        "state": "finished",
+        "request_id": completion.request_id,
+        "response_payload_uncompressed_size": completion.size,
+    }
 
 
 class Promise(SdkSchema):

@@ -7,10 +7,9 @@ from typing import Any
 from flask import Response, send_file
 from marshmallow import Schema, fields
 
-from app.api.base import blueprint as make
-from app.api.base import services
+from app.api.base import make_blueprint, services
 
-blueprint = make(
+blueprint = make_blueprint(
     "hub",
     "Tokenizers",
     prefix="",
@@ -58,8 +57,14 @@ def describe(repo_id: str, revision: str = "main") -> dict[str, Any]:
     """Describe the tokenizer of a base model: its files, and a hash of their content."""
     found = services().hub.repository(repo_id, revision)
     siblings = [{"rfilename": name, "size": file.size, "blob_id": file.oid} for name, file in found.files.items()]
-    about = {"id": found.id, "model_id": found.id, "sha": found.commit}
-    return {**about, "private": False, "tags": [], "siblings": siblings}
+    return {
+        "id": found.id,
+        "model_id": found.id,
+        "sha": found.commit,
+        "private": False,
+        "tags": [],
+        "siblings": siblings,
+    }
 
 
 class HubEntry(Schema):

@@ -7,13 +7,13 @@ from typing import Any
 
 from marshmallow import RAISE, fields, pre_load, validate
 
-from app.api.base import SdkSchema, counter, current_caller, identifier, metadata, needs, services
-from app.api.base import blueprint as make
+from app.api.base import current_caller, make_blueprint, needs, services
 from app.api.examples import CREATE_MODEL
 from app.api.futures import Promise
+from app.api.schemas import SdkSchema, counter, identifier, metadata, nested
 from app.ids import MAX_NUMBER
 
-blueprint = make("models", "Training")
+blueprint = make_blueprint("models", "Training")
 
 
 class Hyperparameters(SdkSchema):
@@ -53,7 +53,7 @@ class CreateModel(SdkSchema):
     model_seq_id = counter(0, MAX_NUMBER)
     base_model = identifier()
     # null, or a rank of 0, asks for full fine-tuning.
-    lora_config = fields.Nested(LoraConfig, load_default=lambda: LoraConfig().load({}), allow_none=True)
+    lora_config = nested(LoraConfig, allow_none=True)
     optimizer_config = fields.Dict(keys=fields.String())
     model_role = model_role()
     user_metadata = metadata()

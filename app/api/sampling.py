@@ -6,13 +6,13 @@ from typing import Any
 
 from marshmallow import fields, validate
 
-from app.api.base import SdkSchema, counter, current_caller, identifier, large, needs, services
-from app.api.base import blueprint as make
+from app.api.base import current_caller, large, make_blueprint, needs, services
 from app.api.examples import CREATE_SAMPLING_SESSION, SAMPLE
 from app.api.futures import SamplePromise
+from app.api.schemas import SdkSchema, counter, identifier, nested
 from app.ids import MAX_NUMBER
 
-blueprint = make(
+blueprint = make_blueprint(
     "sampling", "Sampling", parameters={"sampler_id": "the sampling_session_id of create_sampling_session"}
 )
 
@@ -87,7 +87,7 @@ class Sample(SdkSchema):
     seq_id = counter(0, 2**63 - 1)
     num_samples = fields.Integer(strict=True, load_default=1)
     prompt = fields.Nested(Prompt, required=True)
-    sampling_params = fields.Nested(SamplingParams, load_default=lambda: SamplingParams().load({}))
+    sampling_params = nested(SamplingParams)
     prompt_logprobs = fields.Boolean(load_default=False, allow_none=True)
     topk_prompt_logprobs = fields.Integer(strict=True, load_default=None, allow_none=True)
     topk_sample_logprobs = fields.Integer(strict=True, load_default=None, allow_none=True)

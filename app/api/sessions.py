@@ -7,25 +7,13 @@ from typing import Any
 from flask import Response, jsonify
 from marshmallow import fields, validate
 
-from app.api.base import (
-    Paged,
-    Scoped,
-    SdkSchema,
-    current_caller,
-    idempotency_key,
-    identifier,
-    label,
-    metadata,
-    needs,
-    page_limit,
-    services,
-)
-from app.api.base import blueprint as make
+from app.api.base import current_caller, idempotency_key, make_blueprint, needs, services
 from app.api.checkpoints import SearchOwner, SignedUrl
 from app.api.examples import CREATE_SESSION
+from app.api.schemas import Paged, Scoped, SdkSchema, identifier, label, metadata, nested, page_limit
 from app.services.views import Page
 
-blueprint = make("sessions", "Sessions", parameters={"session_id": "the session_id of create_session"})
+blueprint = make_blueprint("sessions", "Sessions", parameters={"session_id": "the session_id of create_session"})
 
 _MOST_TAGS = 64
 _NO_REASON = validate.NoneOf(
@@ -134,7 +122,7 @@ class SearchSessions(SdkSchema):
     user_metadata = fields.Dict(keys=fields.String(), values=fields.String(), load_default=dict)
     # The search compares every session with each word of the name.
     display_name = fields.String(load_default=None, allow_none=True, validate=validate.Length(1, 512))
-    owner = fields.Nested(SearchOwner, load_default=lambda: SearchOwner().load({}))
+    owner = nested(SearchOwner)
     statuses = fields.List(
         fields.Nested(SearchStatus), load_default=None, allow_none=True, validate=validate.Length(max=16)
     )

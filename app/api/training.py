@@ -11,44 +11,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 from flask import request
 from marshmallow import ValidationError, fields, validate, validates_schema
 from werkzeug.exceptions import HTTPException
 
 from app.api.base import (
-    SdkFloat,
-    SdkSchema,
-    access_token,
+    View,
     at_most,
     batch_content,
-    check_metadata,
     content,
-    counter,
     current_caller,
-    identifier,
     json_content,
     large,
-    metadata,
+    make_blueprint,
     needs,
     services,
 )
-from app.api.base import blueprint as make
 from app.api.client import chunk_limits
 from app.api.errors import NOT_UNICODE, describe
 from app.api.examples import FORWARD_BACKWARD, OPTIM_STEP, SAVE_WEIGHTS
 from app.api.futures import Promise
 from app.api.models import Hyperparameters, model_role
+from app.api.schemas import SdkFloat, SdkSchema, access_token, check_metadata, counter, identifier, metadata, nested
 from app.domain.ops import AdamParams
 from app.errors import BadRequest, LimitReached, RequestError
 from app.ids import MAX_NUMBER, MAX_SEQ
 from app.stores.redis.types import RefusalKind
-from app.wire import bodies
 from app.wire import forward_backward as wire
+from app.wire import json_bodies
 from app.wire.forward_backward import Envelope
 
-training_blueprint = make("training", "Training")
+training_blueprint = make_blueprint("training", "Training")
 _JSON = {"application/json": {"schema": {"type": "object"}}}
 _BATCH_BODY = {
     "required": True,
@@ -65,14 +60,13 @@ _ADAM_DEFAULTS = AdamParams()
 # An SSH key of RSA with 4,096 bits has 724 characters, and a comment may follow.
 _LONGEST_KEY = 4096
 
-weights_blueprint = make("weights", "Weights")
+weights_blueprint = make_blueprint("weights", "Weights")
 
-custom_losses_blueprint = make("custom_losses", "Training")
+custom_losses_blueprint = make_blueprint("custom_losses", "Training")
 # The JSON of a loss is about twice as large as its form in the journal (MAX_BYTES of app/wire/custom_loss.py).
 _MAX_LOSS_BODY = 512 * 1024
 
 _FINAL_STATUSES = (400, 413, 422)
-View = Callable[..., Any]
 
 
 def consumes_seq(*, gradient: bool = False) -> Callable[[View], View]:
@@ -103,7 +97,7 @@ def consumes_seq(*, gradient: bool = False) -> Callable[[View], View]:
                 raise
             return view(*args, **kwargs)
 
-        return wrapped
+        return cast(View, wrapped)
 
     return decorate
 
@@ -147,7 +141,7 @@ class Adam(Hyperparameters):
 class OptimStep(SdkSchema):
     model_id = identifier()
     seq_id = counter(1)
-    adam_params = fields.Nested(Adam, load_default=lambda: Adam().load({}))
+    adam_params = nested(Adam)
     optimizer_params = fields.Dict(
         keys=fields.String(), metadata={"description": "an optimizer other than AdamW; none is supported"}
     )
@@ -294,7 +288,7 @@ def create_custom_loss(asked: dict[str, Any]) -> dict[str, str]:
 def read_envelope() -> Envelope:
     """The envelope of the current request's body: its model and seq. Raises BadRequest or TooLarge."""
     if request.is_json:
-        return bodies.open_envelope(json_content())
+        return json_bodies.open_envelope(json_content())
     return wire.open_envelope(batch_content())
 
 
@@ -304,8 +298,9 @@ def _refuse_seq(reason: str, gradient: bool) -> bool:
         envelope = read_envelope()
     except (RequestError, HTTPException):
         return True
-    loses = gradient and not envelope.forward_only
-    kind: RefusalKind = "skip" if not loses else "forward_backward" if _may_be_a_chunk(envelope) else "lost_batch"
+    kind: RefusalKind = "skip"
+    if gradient and not envelope.forward_only:
+        kind = "forward_backward" if _may_be_a_chunk(envelope) else "lost_batch"
     kept = reason.encode(errors="backslashreplace").decode()  # a field's name may be the invalid text
     return services().admission.refuse(envelope.model_id, envelope.seq, current_caller(), kept, kind)
 

@@ -10,14 +10,12 @@ from typing import Any
 from flask import request
 from marshmallow import RAISE, fields, validate
 
-from app.api.base import SdkSchema, current_caller, idempotency_key, identifier, needs, services
-from app.api.base import blueprint as make
-from app.api.checkpoints import SignedUrl, WeightsCopied
+from app.api.base import current_caller, idempotency_key, make_blueprint, needs, services
+from app.api.checkpoints import SignedUrl, WeightsCopied, folder_store
 from app.api.models import LoraConfig
-from app.errors import NotFound
-from app.stores.objects.folder import FolderStore
+from app.api.schemas import SdkSchema, identifier
 
-blueprint = make(
+blueprint = make_blueprint(
     "uploads",
     "Downloads and uploads",
     parameters={
@@ -78,9 +76,7 @@ def finish_upload(asked: dict[str, Any]) -> dict[str, str]:
 @blueprint.response(200)
 def put_file(asked: dict[str, Any], most_bytes: int, key: str) -> dict[str, str]:
     """Store a file of an upload behind a signed URL; a file that was sent before is replaced."""
-    store = services().objects
-    if not isinstance(store, FolderStore):
-        raise NotFound(f"object {key[:200]!r} does not exist")
+    store = folder_store(key)
     store.check_put(key, most_bytes, asked["expires"], asked["signature"])
     request.max_content_length = most_bytes
     store.replace(key, request.stream)

@@ -14,9 +14,9 @@ from app.domain.accounts import Key, Organisation, Project, User
 from app.domain.limits import NAMES
 from app.domain.prices import total
 from app.errors import BadRequest, NotFound, SetupError
-from app.services.tenants.access import project_of
 from app.services.tenants.accounts import AccountService
 from app.services.tenants.audit import AuditService
+from app.services.tenants.authentication import project_of
 from app.services.tenants.spending import hours_of
 from app.services.tenants.usage import UsageService
 from app.services.views import day_text

@@ -17,10 +17,10 @@ from app.domain.records import Model, Session
 from app.errors import SetupError, TinsmithError
 from app.services.teardown import Teardown
 from app.services.tenants import audit
-from app.services.tenants.access import project_of
+from app.services.tenants.authentication import project_of
 from app.settings import Settings
 from app.stack.config import Options
-from app.stack.terminal import show, visible
+from app.stack.terminal import counted, show, visible
 from app.stores.objects import create
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.backlog import RedisBacklog
@@ -42,11 +42,11 @@ class Found:
     samples: int
 
     def __str__(self) -> str:
-        return f"{_count(len(self.runs), 'run')} and {_count(len(self.sessions), 'session')}"
+        return f"{counted(len(self.runs), 'run')} and {counted(len(self.sessions), 'session')}"
 
     @property
     def failing(self) -> str:
-        return f"{_count(self.calls, 'waiting call')} and {_count(self.samples, 'sample')}"
+        return f"{counted(self.calls, 'waiting call')} and {counted(self.samples, 'sample')}"
 
 
 def cancel(options: Options, target: str, *, sure: bool, as_json: bool) -> int:
@@ -144,7 +144,3 @@ def _ask(question: str) -> None:
     print(visible(question), "[y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise TinsmithError("nothing was ended")
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

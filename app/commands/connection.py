@@ -15,9 +15,9 @@ from app.errors import SetupError
 from app.services.tenants.accounts import AccountService
 from app.settings import SETTINGS_VARIABLE, Settings
 from app.stack import checks, config, valkey
-from app.stack.arguments import without_secrets
 from app.stack.config import Options
 from app.stack.data_folder import is_in_use
+from app.stack.redaction import without_secrets
 from app.stores.objects.accounts import AccountFiles
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.client import connect

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -11,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +21,11 @@ from app.demo import model as bundled
 from app.errors import SetupError, TinsmithError
 from app.services.base_models import BaseModels, lora_coverage
 from app.settings import NO_VLLM, SETTINGS_VARIABLE, BaseModelSettings, Settings, netloc, tenants
-from app.stack import checks, hardware, placement, valkey
-from app.stack.arguments import without_secrets
+from app.stack import checks, hardware, placement, ports, valkey
 from app.stack.config import Options
 from app.stack.memory import gib
-from app.stack.terminal import show, wrapped
+from app.stack.redaction import without_secrets
+from app.stack.terminal import show, show_json, wrapped
 from app.stores import objects
 from app.stores.disk import Disk
 from app.stores.redis.client import connect, connect_state
@@ -65,7 +63,7 @@ def doctor(options: Options, *, as_json: bool) -> int:
     wrong, warnings = states.count(WRONG), states.count(WARNING)
     if as_json:
         found = [finding._asdict() for finding in findings]
-        show(*json.dumps({"wrong": wrong, "warnings": warnings, "checks": found}, indent=2).splitlines())
+        show_json({"wrong": wrong, "warnings": warnings, "checks": found})
     else:
         show(f"{wrong or 'nothing'} wrong, {warnings or 'no'} warning{'' if warnings == 1 else 's'}")
     return int(wrong > 0)
@@ -77,7 +75,7 @@ def examine(options: Options) -> Findings:
         given, running = planned(options)
     except SetupError as error:
         yield Finding("settings", WRONG, str(error))
-        given, running = Settings(), None
+        given = Settings()
         yield from (*_versions(given), *_guarded("GPUs", partial(gpus, given)))
         return
     file = str(options.config or os.environ.get(SETTINGS_VARIABLE) or "the defaults")
@@ -107,18 +105,11 @@ def _guarded(name: str, check: Callable[[], Findings]) -> Findings:
 
 
 def _versions(settings: Settings) -> Findings:
-    found = {name: text for name in _PACKAGES if (text := _version(name))}
+    found = {name: text for name in _PACKAGES if (text := checks.installed_version(name))}
     text = ", ".join(f"{name} {number}" for name, number in {"python": platform.python_version(), **found}.items())
     models = [partial(checks.training, base) for base in settings.base_models]
     needed = models or [partial(bundled.check_packages, bundled.PACKAGES)]
     yield from _judged("versions", [*needed, partial(checks.tracing, settings)], text)
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def _torch_fault() -> str:
@@ -142,7 +133,7 @@ def gpus(
     torch_fault: Callable[[], str] = _torch_fault,
 ) -> Findings:
     """Checks that torch can use the GPUs of the driver, and that the workers of the settings have room on them."""
-    models, torch = placement.gpu_models(driver), _version("torch")
+    models, torch = placement.gpu_models(driver), checks.installed_version("torch")
     if not torch:
         yield Finding("GPUs", WARNING, f"{_list(models)}; torch is missing: run `pip install 'tinsmith[train]'`")
     elif models and placement.torch_is_for_cpus():
@@ -212,7 +203,7 @@ def _port(given: Settings, running: Settings | None) -> Findings:
         text = f"{netloc(api.host, api.port)}, used by the stack that runs on the data folder"
     else:
         text = f"{netloc(api.host, api.port or 'any')} is free"
-        needed.append(partial(checks.listen_port, api))
+        needed.append(partial(ports.listen_port, api))
     yield from _judged("port", needed, text)
     yield from (Finding("port", WARNING, line) for line in checks.unreachable_links(given))
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from app.commands import connection
 from app.errors import SetupError
-from app.stack import checks
+from app.stack import ports
 from app.stack.config import Options
 
 _LOGIN = "FLOWER_BASIC_AUTH"
@@ -34,7 +34,7 @@ def flower(options: Options, address: str, port: int) -> NoReturn:
     if login and not all(all(one.partition(":")[::2]) for one in login.split(",")):
         raise SetupError(f"{_LOGIN} must be user:password, or several of them with commas between them")
     environ = connection.environment(options)
-    port = checks.free_port(address, port, "--address", "--port")
+    port = ports.free_port(address, port, "--address", "--port")
     options_of_flower = (f"--address={address}", f"--port={port}", f"--tasks-columns={COLUMNS}")
     command = [sys.executable, "-m", "celery", "-A", "workers.celery_app", "flower", *options_of_flower]
     os.execve(sys.executable, command, environ)

@@ -15,7 +15,7 @@ from app.errors import BadRequest, NotFound, RequestError, SetupError, Unavailab
 from app.services.base_models import BaseModels, trainer_role
 from app.services.imports import full_weights, peft_files
 from app.services.imports.importer import Importer, path_of
-from app.services.tenants.access import project_of
+from app.services.tenants.authentication import project_of
 from app.services.tenants.limits import LimitsFinder, QuotaService
 from app.services.tenants.spending import Spending
 from app.services.validation import check_lora

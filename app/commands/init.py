@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -15,7 +14,7 @@ from app.settings import BaseModelSettings
 from app.settings.template import template
 from app.stack import checks, hardware
 from app.stack.data_folder import write_private
-from app.stack.terminal import show, visible, wrapped
+from app.stack.terminal import show, show_json, visible, wrapped
 
 _ABOUT = (
     "Settings of Tinsmith, written by `tinsmith init` for this machine.",
@@ -46,7 +45,7 @@ def init(file: Path, source: str | None, *, force: bool, as_json: bool) -> int:
     start = f"tinsmith up --config {shlex.quote(str(file))}"
     if as_json:
         report = {"file": str(file), "hardware": asdict(found), "base_model": values or None, "reasons": reasons}
-        show(*json.dumps({**report, "start": start}, indent=2).splitlines())
+        show_json({**report, "start": start})
     else:
         lines = [*found.lines(), *reasons, f"wrote {file}; start the stack with `{start}`"]
         show(*(part for line in lines for part in wrapped(line, 2)))

@@ -20,9 +20,9 @@ from app import ids
 from app.commands.connection import connected, settings_of
 from app.errors import TinsmithError
 from app.stack.config import Options
-from app.stack.terminal import show, visible
+from app.stack.terminal import show_json, visible
 from app.stores.redis import keys
-from app.stores.redis.client import read_hash, text_fields
+from app.stores.redis.client import found_fields, read_hash, text_fields
 
 _OWN_FIELDS = ("time", "level", "logger", "message", "traceback")
 _STAGES = ("waited_s", "run_s", "commit_s")
@@ -71,7 +71,7 @@ def logs(options: Options, request_id: str, *, as_json: bool) -> int:
     with connected(settings) as client:
         report = read(client, folder, request_id)
     if as_json:
-        show(*json.dumps(asdict(report), indent=2).split("\n"))
+        show_json(asdict(report))
     else:
         _print(report, folder)
     return 0
@@ -115,8 +115,7 @@ def read(client: redis.Redis, folder: Path, request_id: str) -> CallReport:
 def _future(client: redis.Redis, request_id: str) -> dict[str, str]:
     """The fields of the future; of its result only an error's text, since others are as large as they come."""
     names = ["kind", "owner", "state", "admitted", "ended", "refused"]
-    found = cast("list[bytes | None]", client.hmget(keys.future(request_id), names))
-    fields = {name: value.decode() for name, value in zip(names, found, strict=True) if value is not None}
+    fields = found_fields(names, client.hmget(keys.future(request_id), names))
     if fields.get("state") == "failed":
         body = cast("bytes | None", client.hget(keys.future(request_id), "body"))
         fields["body"] = (body or b"").decode(errors="replace")

@@ -39,7 +39,7 @@ from app.settings import BaseModelSettings
 from app.stack import checks
 from app.stack.config import Options
 from app.stack.memory import gib
-from app.stack.terminal import show, visible, wrapped
+from app.stack.terminal import show, show_json, visible, wrapped
 
 _CAUSE_CHARACTERS = 200
 _EVERY_S = 0.2
@@ -60,7 +60,7 @@ def show_models(options: Options, *, as_json: bool) -> int:
     """Prints the base models of the settings or of the running stack, and those in the hub's cache."""
     found = list(_models(options))
     if as_json:
-        show(*json.dumps([asdict(one) for one in found], indent=2).splitlines())
+        show_json([asdict(one) for one in found])
         return 0
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for header in ("base model", "state", "weights", "source"):
@@ -109,7 +109,7 @@ def add_model(hub_id: str, *, as_json: bool) -> int:
     config = "[[base_models]]\n" + tomli_w.dumps({"name": hub_id, "path": hub_id}).strip()
     if as_json:
         facts = {"weight_bytes": model_files.weight_bytes(hub_id), "folder": str(folder), "config": config}
-        show(*json.dumps({"name": hub_id, **about, **facts}, indent=2).splitlines())
+        show_json({"name": hub_id, **about, **facts})
     else:
         show(*wrapped(f"the files are in {folder}", 2))
         show(*wrapped(f"write a config file with `tinsmith init --model {hub_id}`, or add to yours:", 2))

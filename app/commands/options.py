@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,13 @@ def add_folder_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def folder_options(arguments: argparse.Namespace) -> Options:
+    """Returns the values of the options that `add_folder_options` adds."""
+    from app.stack.config import Options
+
+    return Options(config=arguments.config, data_dir=arguments.data_dir)
+
+
 def add_outside_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("servers of your own")
     group.add_argument(
@@ -42,9 +50,7 @@ def add_outside_options(parser: argparse.ArgumentParser) -> None:
 
 def stack_options(arguments: argparse.Namespace) -> Options:
     """Returns the values of the options that `add_stack_options` adds."""
-    from app.stack.config import Options
-
-    return Options(config=arguments.config, data_dir=arguments.data_dir, redis=arguments.redis, s3=arguments.s3)
+    return replace(folder_options(arguments), redis=arguments.redis, s3=arguments.s3)
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:

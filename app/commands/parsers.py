@@ -11,7 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.commands.options import add_folder_options, add_json_option, add_stack_options, stack_options
+from app.commands.options import (
+    add_folder_options,
+    add_json_option,
+    add_stack_options,
+    folder_options,
+    stack_options,
+)
 from app.domain import limits
 from app.domain.accounts import ROLES, SCOPES
 
@@ -319,10 +325,8 @@ def _completion(program: argparse.ArgumentParser, arguments: argparse.Namespace)
 
 def _models(arguments: argparse.Namespace) -> int:
     from app.commands.models import show_models
-    from app.stack.config import Options
 
-    options = Options(config=arguments.config, data_dir=arguments.data_dir)
-    return show_models(options, as_json=arguments.as_json)
+    return show_models(folder_options(arguments), as_json=arguments.as_json)
 
 
 def _add_model(arguments: argparse.Namespace) -> int:

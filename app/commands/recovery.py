@@ -8,12 +8,12 @@ from pathlib import Path
 
 from app.commands.connection import account_service, check_state_server, reached, settings_of, store_name
 from app.errors import BadRequest, SetupError
-from app.services import recovery
-from app.services.recovery import Rebuild, Restored
+from app.services.recovery.backup import backup_lines, check_backup, restore_backup
+from app.services.recovery.rebuild import Rebuild, Restored
 from app.services.tenants import spending
 from app.settings import Settings
-from app.stack.arguments import without_secrets
 from app.stack.config import Options
+from app.stack.redaction import without_secrets
 from app.stack.terminal import show
 from app.stores.objects import create, folder_of
 from app.stores.objects.base import ObjectStore, whole_file
@@ -100,7 +100,7 @@ def backup(options: Options, file: Path) -> int:
     objects = create(settings)
     try:
         with whole_file(file) as target:
-            written = [target.write(line.encode() + b"\n") for line in recovery.backup_lines(objects)]
+            written = [target.write(line.encode() + b"\n") for line in backup_lines(objects)]
             count = len(written) - 2  # without the head and the last line
             if not count:
                 raise _nothing_in(settings)
@@ -125,9 +125,9 @@ def restore(options: Options, file: Path) -> int:
     objects = create(settings)
     try:
         with file.open(encoding="utf-8") as text:
-            count = recovery.check_backup(text)
+            count = check_backup(text)
         with file.open(encoding="utf-8") as text:
-            restored = recovery.restore_backup(text, objects)
+            restored = restore_backup(text, objects)
     except OSError as error:
         raise SetupError(f"cannot restore {file}: {error.strerror}") from None
     except (UnicodeDecodeError, BadRequest) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ from app.domain.records import Model, Worker
 from app.services.views import size_text
 from app.settings import Settings
 from app.stack.config import Options
-from app.stack.terminal import show, visible
+from app.stack.terminal import show_json, visible
 from app.stores.redis.backlog import RedisBacklog
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, load
@@ -91,7 +90,7 @@ def status(options: Options, *, runs: int, as_json: bool) -> int:
     with connected(settings) as client:
         found = read(client, settings, runs)
     if as_json:
-        show(*json.dumps(asdict(found), indent=2).split("\n"))
+        show_json(asdict(found))
     else:
         Console(highlight=False).print(drawn(found))
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,6 +15,7 @@ from werkzeug.wrappers import Response as AnyResponse
 
 from app.api.base import current_caller, needs, services
 from app.console import account, charts, login, playground, projects
+from app.console.confirmation import confirmation, is_confirmed
 from app.console.failures import explain
 from app.domain.curves import Step, by_step, curves, steps
 from app.domain.limits import LONGEST_TTL_S
@@ -54,9 +55,16 @@ def protect(response: Response) -> Response:
 @blueprint.context_processor
 def helpers() -> dict[str, Any]:
     """The functions that the templates call, and whether the page is a user's."""
-    functions = {"csrf_token": login.csrf_token, "number": charts.number, "size": size_text, "brief_id": _brief_id}
-    exact = {"count": "{:,}".format, "decimal": _decimal}
-    return {**functions, **exact, "day": day_text, "logged_in": "caller" in g}
+    return {
+        "csrf_token": login.csrf_token,
+        "number": charts.number,
+        "size": size_text,
+        "brief_id": _brief_id,
+        "count": "{:,}".format,
+        "decimal": _decimal,
+        "day": day_text,
+        "logged_in": "caller" in g,
+    }
 
 
 @blueprint.errorhandler(RequestError)
@@ -94,9 +102,8 @@ def no_page(name: str) -> AnyResponse:
 @blueprint.get("/runs")
 def runs() -> str:
     """The runs, newest first, with their progress. htmx loads the table alone every three seconds."""
-    page = Page(max(0, request.args.get("offset", 0, int)), _PAGE_RUNS)
     project = request.args.get("project") or None
-    found, cursor = services().runs.list_states(current_caller(), "accessible", project, page)
+    found, cursor = services().runs.list_states(current_caller(), "accessible", project, _page(_PAGE_RUNS))
     template = "runs_table.html" if _is_part() else "runs.html"
     progress = _progress(found, NEWEST_POINTS)
     return render_template(template, runs=found, cursor=cursor, progress=progress, now=_now())
@@ -123,9 +130,14 @@ def download_curves(run: str) -> Response:
     """The steps that are kept of a run, with every value of them."""
     described = services().runs.describe_state(run, current_caller())
     (progress,) = _progress([described], _MOST_POINTS).values()
-    found = {step.number: step for step in steps(progress)}
     (recorded,) = services().records.recorded([run])
-    of_client = by_step(recorded)
+    headers = {"Content-Disposition": "attachment; filename=curves.csv"}
+    return Response(_curves_csv(steps(progress), by_step(recorded)), mimetype="text/csv", headers=headers)
+
+
+def _curves_csv(of_trainer: Iterable[Step], of_client: Mapping[int, Mapping[str, float]]) -> str:
+    """A line for each step, with what the trainer measured and the values of both."""
+    found = {step.number: step for step in of_trainer}
     metrics = {
         number: {**(found[number].metrics if number in found else {}), **of_client.get(number, {})}
         for number in sorted(found.keys() | of_client.keys())
@@ -136,8 +148,7 @@ def download_curves(run: str) -> Response:
     writer.writerow(("step", "unix_time", "tokens", "seconds", "loss", *names))
     for number, its in metrics.items():
         writer.writerow((number, *_measured(found.get(number)), *(its.get(name, "") for name in names)))
-    headers = {"Content-Disposition": "attachment; filename=curves.csv"}
-    return Response(text.getvalue(), mimetype="text/csv", headers=headers)
+    return text.getvalue()
 
 
 def _measured(step: Step | None) -> Sequence[object]:
@@ -150,8 +161,7 @@ def _measured(step: Step | None) -> Sequence[object]:
 @blueprint.get("/compare")
 def compare() -> str:
     """The curves of several runs in the same charts."""
-    page = Page(0, _PAGE_RUNS)
-    newest, _ = services().runs.list_states(current_caller(), "accessible", None, page)
+    newest, _ = services().runs.list_states(current_caller(), "accessible", None, Page(0, _PAGE_RUNS))
     asked = list(dict.fromkeys(request.args.getlist("run")))[:_MOST_COMPARED]
     described = [services().runs.describe_state(run, current_caller()) for run in asked]
     progress, recorded = _progress(described, _MOST_POINTS), services().records.recorded(asked)
@@ -165,8 +175,7 @@ def compare() -> str:
 @blueprint.get("/checkpoints")
 def checkpoints() -> str:
     """All checkpoints of the projects where the user works, newest first."""
-    page = Page(max(0, request.args.get("offset", 0, int)), _PAGE_CHECKPOINTS)
-    found = services().checkpoints.list_all(current_caller(), page)
+    found = services().checkpoints.list_all(current_caller(), _page(_PAGE_CHECKPOINTS))
     return render_template("checkpoints.html", checkpoints=found["checkpoints"], cursor=found["cursor"])
 
 
@@ -201,15 +210,14 @@ def expire() -> AnyResponse:
 def delete() -> AnyResponse:
     """Deletes a checkpoint, once the user has confirmed it with a second press."""
     path = _path()
-    if request.form.get("sure") != "yes":
-        asked = {
-            "title": "Delete this checkpoint",
-            "of": path,
-            "label": "Delete",
-            "back": url_for("console.checkpoints"),
-        }
-        effect = "Its files are removed and cannot be restored."
-        return Response(render_template("confirm.html", effect=effect, **asked))
+    if not is_confirmed():
+        return confirmation(
+            "Delete this checkpoint",
+            of=path,
+            effect="Its files are removed and cannot be restored.",
+            label="Delete",
+            back=url_for("console.checkpoints"),
+        )
     services().checkpoints.delete(path, current_caller())
     return redirect(url_for("console.show_run", run=path.model_id))
 
@@ -233,6 +241,11 @@ def _held(runs: Sequence[str]) -> Mapping[str, Sequence[str]]:
     for run, node in zip(runs, services().oplog.holders(runs), strict=True):
         found.setdefault(node, []).append(run)
     return found
+
+
+def _page(size: int) -> Page:
+    """The part of a list that the request asks for."""
+    return Page(max(0, request.args.get("offset", 0, int)), size)
 
 
 def _progress(runs: Sequence[Mapping[str, Any]], most_points: int) -> dict[str, Progress]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from math import inf
-from typing import cast
+from typing import Any, cast
 
 from flask import Blueprint, redirect, render_template, request, url_for
 from werkzeug.wrappers import Response
 
-from app.api.base import AnyView, current_caller, needs, services
+from app.api.base import current_caller, needs, services
+from app.console.confirmation import confirmation, is_confirmed
 from app.domain.accounts import ROLES, SCOPES, Role, Scope
 from app.domain.limits import COUNTS, NAMES
 from app.errors import BadRequest
@@ -26,7 +27,7 @@ def add(blueprint: Blueprint) -> None:
     """Adds the pages and their forms to the console."""
     blueprint.add_url_rule("/projects", "projects", _list)
     blueprint.add_url_rule("/projects/<project>", "project", _show)
-    forms: dict[str, AnyView] = {
+    forms: dict[str, Callable[..., Any]] = {
         "/organisations": _add_organisation,
         "/projects": _add_project,
         "/projects/<project>/members": _add_member,
@@ -100,10 +101,15 @@ def _add_key(project: str) -> str:
 def _revoke(project: str) -> Response:
     """Revokes a key, once the user has confirmed it with a second press."""
     administration, id_ = services().administration, _text("key")
-    if request.form.get("sure") != "yes":
+    if not is_confirmed():
         key = administration.key(current_caller(), project, id_)
-        effect = "It stops working at once, and cannot work again."
-        return _asked(project, "Revoke this key", f"{key.id} {key.name}", effect, "Revoke")
+        return confirmation(
+            "Revoke this key",
+            of=f"{key.id} {key.name}",
+            effect="It stops working at once, and cannot work again.",
+            label="Revoke",
+            back=_url(project),
+        )
     administration.revoke(current_caller(), project, id_)
     return _back(project)
 
@@ -119,11 +125,15 @@ def _set_limits(project: str) -> Response:
     default = {name for name, text in given.items() if not text and name in own}
     if not changed and not default:
         return _back(project)
-    if request.form.get("sure") != "yes" and (fewer := _fewer_kept(own, changed, default)) is not None:
-        effect = (
-            f"Each run keeps its {fewer} newest checkpoints of each kind. Older ones are deleted within a minute or so."
+    if not is_confirmed() and (fewer := _fewer_kept(own, changed, default)) is not None:
+        return confirmation(
+            "Delete old checkpoints",
+            of=project,
+            effect=f"Each run keeps its {fewer} newest checkpoints of each kind. "
+            "Older ones are deleted within a minute or so.",
+            label="Set the limits",
+            back=_url(project),
         )
-        return _asked(project, "Delete old checkpoints", project, effect, "Set the limits")
     services().administration.set_limits(current_caller(), project, changed, default)
     return _back(project)
 
@@ -166,12 +176,9 @@ def _text(name: str) -> str:
     return request.form.get(name, "").strip()
 
 
+def _url(project: str) -> str:
+    return url_for("console.project", project=project)
+
+
 def _back(project: str) -> Response:
-    return redirect(url_for("console.project", project=project))
-
-
-def _asked(project: str, title: str, of: str, effect: str, label: str) -> Response:
-    """The page that asks for the second press. Its form sends the same fields again."""
-    back = url_for("console.project", project=project)
-    page = render_template("confirm.html", title=title, of=of, effect=effect, label=label, back=back)
-    return Response(page, mimetype="text/html")
+    return redirect(_url(project))

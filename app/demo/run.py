@@ -27,7 +27,6 @@ from app.stores.redis.records import RedisRecords, load
 
 _PACKAGES = ("tinker", "matplotlib", "deepspeed", *model.PACKAGES)
 _BUDGET_S = 300.0
-
 _STOP_S = 60.0
 
 
@@ -49,14 +48,14 @@ def demo(data_dir: Path) -> None:
 def _run(data_dir: Path) -> None:
     started = time.monotonic()
     _say("Starting a stack for the demo")
-    with running_parts(data_dir) as running:
-        _say(f"Ready at {running.url} after {time.monotonic() - started:.0f} s")
+    with running_stack(data_dir) as stack:
+        _say(f"Ready at {stack.url} after {time.monotonic() - started:.0f} s")
         # These take seconds. A stack that cannot start says so without them.
         import tinker
 
         from app.demo import report, training
 
-        with tinker.ServiceClient(base_url=running.url, api_key=running.api_key) as service:
+        with tinker.ServiceClient(base_url=stack.url, api_key=stack.api_key) as service:
             client = service.create_lora_training_client(model.NAME, rank=training.RANK, seed=0).result()
             tokenizer = client.get_tokenizer()
             asked = time.monotonic()
@@ -74,11 +73,11 @@ def _run(data_dir: Path) -> None:
             tuned = service.create_sampling_client(model_path=adapter).result()
             after = training.answers(tuned, tokenizer)
         report.print_answers(before, after)
-        report.print_parts(running.parts())
-    result = report.Result(running.url, before, after, losses, checkpoint, adapter, time.monotonic() - started)
-    report.save_picture(losses, running.data_dir / "loss.png")
-    result.save(running.data_dir / "demo.json")
-    report.print_end(result, running.data_dir)
+        report.print_parts(stack.parts())
+    result = report.Result(stack.url, before, after, losses, checkpoint, adapter, time.monotonic() - started)
+    report.save_picture(losses, stack.data_dir / "loss.png")
+    result.save(stack.data_dir / "demo.json")
+    report.print_end(result, stack.data_dir)
 
 
 def _say(line: str) -> None:
@@ -118,7 +117,7 @@ def _brief(value: object) -> str:
 
 
 @contextmanager
-def running_parts(data_dir: Path) -> Iterator[Stack]:
+def running_stack(data_dir: Path) -> Iterator[Stack]:
     """Starts the stack, waits until it serves, and stops it at the end.
 
     Raises SystemExit with the stack's exit code when it does not start; the stack has printed the reason.

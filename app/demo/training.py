@@ -39,7 +39,7 @@ _MAX_TOKENS = 80
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The demo's own data: short conversations with a village tinsmith who ends every answer in the same words."""
+    """One conversation of the demo's data: a question, and the tinsmith's answer."""
 
     question: str
     answer: str

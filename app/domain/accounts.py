@@ -120,6 +120,4 @@ class Key:
 
 
 Account = Organisation | Project | User | Key
-
-
 ACCOUNTS: tuple[type[Account], ...] = (Organisation, Project, User, Key)

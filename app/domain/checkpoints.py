@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 
 from app.domain.ops import LoraSpec
 
@@ -122,6 +123,11 @@ class Manifest:
     def size(self) -> int:
         """The bytes of all files."""
         return sum(entry.size for entry in self.files.values())
+
+    @property
+    def created_at(self) -> float:
+        """`created` in unix seconds."""
+        return datetime.fromisoformat(self.created).timestamp()
 
     def to_json(self) -> bytes:
         fields = asdict(self)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from app.domain.ops import FORWARD_BACKWARD
-from app.domain.progress import LOSS_SUM, Point, Progress, Recorded
+from app.domain.progress import LOSS_SUM, Point, Progress, Recorded, mean_loss
 
 _CLIENT = "client/"
 _REDUCTIONS: Mapping[str, Callable[[Sequence[float]], float]] = {"sum": sum, "min": min, "max": max}
@@ -72,12 +72,10 @@ def curves(found: Sequence[Step], recorded: Sequence[Recorded] = ()) -> dict[str
 
 def _step(number: int, batch: Sequence[Point]) -> Step:
     *calls, last = batch
-    weight = sum(call.weight for call in calls)
-    loss = sum(call.metrics.get(LOSS_SUM, 0.0) for call in calls) / weight if weight else None
     names = dict.fromkeys(name for call in calls for name in call.metrics if name != LOSS_SUM)
     metrics = {name: _merged(name, [call for call in calls if name in call.metrics]) for name in names}
     tokens, seconds = sum(call.tokens for call in calls), sum(point.seconds for point in batch)
-    return Step(number, last.at, tokens, seconds, loss, {**metrics, **last.metrics})
+    return Step(number, last.at, tokens, seconds, mean_loss(calls), {**metrics, **last.metrics})
 
 
 def _merged(name: str, calls: Sequence[Point]) -> float:

@@ -9,9 +9,6 @@ from typing import Any, ClassVar, Self
 
 Changes = Mapping[str, float | None]
 """New values of some limits, by name; None removes a limit."""
-# Each deletion checks all newer checkpoints of the run again, in one script.
-_MOST_KEPT = 1000
-_MOST_DAYS = 3650
 SHORTEST_TTL_S, LONGEST_TTL_S = 3600, 10 * 365 * 24 * 3600
 RETENTION = ("checkpoint_ttl_s", "keep_checkpoints")
 COUNTS = ("live_models", "live_sessions", "storage_bytes", "concurrent_samples", *RETENTION, "capture_days")
@@ -19,7 +16,13 @@ COUNTS = ("live_models", "live_sessions", "storage_bytes", "concurrent_samples",
 UNCHARGED = ("weight", *RETENTION, "capture_days")
 """The limits that refuse no call. Those of a key are ignored."""
 _MAY_BE_0 = ("live_models", "live_sessions", "storage_bytes", "monthly_budget")
-_WEIGHTS = (0.001, 1000.0)
+_RANGES = {
+    "checkpoint_ttl_s": (SHORTEST_TTL_S, LONGEST_TTL_S),
+    "keep_checkpoints": (1, 1000),  # each deletion checks all newer checkpoints of the run again, in one script
+    "capture_days": (1, 3650),
+    "weight": (0.001, 1000),
+}
+"""The limits with a least and a greatest value of their own."""
 
 
 def _described(default: Any, description: str) -> Any:
@@ -67,22 +70,16 @@ class Limits:
     )
 
     def __post_init__(self) -> None:
-        for name, value in ((each.name, getattr(self, each.name)) for each in fields(self)):
+        for name in NAMES:
+            value = getattr(self, name)
             if value is None and name != "weight":
                 continue
             if value is None or not 0 <= value < inf or (value == 0 and name not in _MAY_BE_0):
                 raise ValueError(f"{name} is {value}: give a number {'from' if name in _MAY_BE_0 else 'above'} 0")
-        if not SHORTEST_TTL_S <= (self.checkpoint_ttl_s or SHORTEST_TTL_S) <= LONGEST_TTL_S:
-            raise ValueError(
-                f"checkpoint_ttl_s is {self.checkpoint_ttl_s}: give a number from {SHORTEST_TTL_S} to {LONGEST_TTL_S}"
-            )
-        if (self.keep_checkpoints or 1) > _MOST_KEPT:
-            raise ValueError(f"keep_checkpoints is {self.keep_checkpoints}: give a number from 1 to {_MOST_KEPT}")
-        if (self.capture_days or 1) > _MOST_DAYS:
-            raise ValueError(f"capture_days is {self.capture_days}: give a number from 1 to {_MOST_DAYS}")
-        least, most = _WEIGHTS
-        if not least <= self.weight <= most:
-            raise ValueError(f"weight is {self.weight}: give a number from {least} to {most:.0f}")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"{name} is {value}: give a number from {least} to {most}")
 
     def changed(self, changes: Changes) -> Self:
         """Returns a copy with some limits replaced. Raises ValueError."""

@@ -40,28 +40,16 @@ class LossSpec:
 
 CUSTOM = "custom"
 """A loss that the client defines: the Op holds its graph, which names its further inputs."""
-
-
 VALUE_CLIP = "value_clip"
 """The distance that a critic's value may move from the old value; beyond it the loss gains nothing."""
 
-
 _ENTROPY = {ENTROPY: 0.0}
-
-
 _POLICY = ("target_tokens", "logprobs", "advantages")
-
-
 _PER_TOKEN = (CLIP_LOW, CLIP_HIGH)
-
-
 _CLIP = {CLIP_LOW: 0.8, CLIP_HIGH: 1.2, **_ENTROPY}
-
-
 # A geometric mean over a sequence stays far closer to 1 than a token's ratio, so 0.8..1.2 would never clip it. The
 # paper's own range is 3e-4 below 1 and 4e-4 above (arXiv 2507.18071 v2, section 5.1); TRL's docs give the same range.
 _SEQUENCE_CLIP = {CLIP_LOW: 0.9997, CLIP_HIGH: 1.0004, **_ENTROPY}
-
 
 LOSSES: Mapping[str, LossSpec] = {
     "cross_entropy": LossSpec(("target_tokens",), ("weights",), config=_ENTROPY, wide=True, ones=("weights",)),
@@ -101,7 +89,7 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True)
 class LossCall:
-    """One call in the graph. `kind` is FUNCTION or METHOD; `target` is a name from app/domain/losses.py.
+    """One call in the graph. `kind` is FUNCTION or METHOD; `target` is one of FUNCTIONS or METHODS.
 
     An argument is None, a bool, int, float or str, a tuple (which represents a list), or a dict of one key: ref (the
     name of an earlier node), tuple, dict, slice, ellipsis, float, dtype, device, layout or memory_format.
@@ -133,26 +121,24 @@ class CustomLoss:
         return {"target_tokens": self.inputs[0].rank} | {given.name: given.rank for given in self.inputs[1:]}
 
 
+BUDGET = 2
+"""The budget of new losses."""
+
+
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
-
-BUDGET = 2
-"""The budget of new losses."""
 
 OPERATORS = _names(
     "abs add and_ eq floordiv ge getitem gt invert le lt matmul mod mul ne neg or_ pos pow sub truediv xor"
 )
 """Functions of Python's `operator`."""
 
-
 MATH = _names("ceil exp expm1 floor log log1p sqrt")
 """Functions of Python's `math`, for numbers such as a size."""
 
-
 ATTRIBUTES = _names("T device dtype indices mT ndim shape values")
 """Attributes that `getattr` may read."""
-
 
 _EVERYWHERE = """
     abs add addcdiv addcmul all amax amin any argmax argmin argsort atan bmm ceil clamp clamp_max clamp_min clip cos
@@ -165,7 +151,6 @@ _EVERYWHERE = """
     subtract sum t take_along_dim tan tanh tile topk transpose tril triu true_divide trunc unsqueeze var where xlogy
 """
 
-
 METHODS = _names(
     f"""{_EVERYWHERE}
     bool clone contiguous detach dim double expand expand_as float int long new_full new_ones new_zeros norm repeat
@@ -174,17 +159,14 @@ METHODS = _names(
 )
 """Methods of torch.Tensor."""
 
-
 _TORCH = f"""{_EVERYWHERE}
     arange broadcast_to cat concat concatenate full full_like linspace ones ones_like stack zeros zeros_like
 """
-
 
 _FUNCTIONAL = """
     binary_cross_entropy binary_cross_entropy_with_logits elu huber_loss kl_div l1_loss leaky_relu log_softmax
     margin_ranking_loss mse_loss normalize pad relu silu smooth_l1_loss softmax softmin softsign
 """
-
 
 FUNCTIONS = frozenset(
     {
@@ -201,9 +183,7 @@ FUNCTIONS = frozenset(
 """Functions by their qualified names, as torch.fx writes them: torch.nn.functional.logsigmoid is
 torch._C._nn.log_sigmoid there."""
 
-
 DTYPES = _names("bfloat16 bool float16 float32 float64 int16 int32 int64 int8 uint8")
-
 
 TEXTS = _names("batchmean circular constant cpu floor fro mean none reflect replicate sum trunc")
 """Texts that an argument may be, in addition to the names in ATTRIBUTES. No other text changes the effect of an

@@ -320,8 +320,6 @@ def _sorted(value: Any) -> Any:
 
 
 _codec = Codec(TYPES)
-
-
 encode, decode = _codec.encode, _codec.decode
 
 

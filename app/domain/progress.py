@@ -38,12 +38,6 @@ class Point:
     seq: int = -1
     at: float = 0.0
 
-    @property
-    def loss(self) -> float | None:
-        """The mean loss of a token; None for a call without a loss."""
-        total = self.metrics.get(LOSS_SUM)
-        return total / self.weight if total is not None and self.weight else None
-
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
@@ -74,8 +68,7 @@ class Progress:
                 batch.append(point)
             elif batch:
                 break
-        weight = sum(point.weight for point in batch)
-        return sum(point.metrics.get(LOSS_SUM, 0.0) for point in batch) / weight if weight else None
+        return mean_loss(batch)
 
     def tokens_per_s(self, now: float) -> float | None:
         """Trained tokens a second, short pauses between calls included, over the points since the last pause of ten
@@ -89,6 +82,12 @@ class Progress:
             later = point.at
         passed = busy[0].at - busy[-1].at + busy[-1].seconds if busy else 0.0
         return sum(point.tokens for point in busy) / passed if passed > 0 else None
+
+
+def mean_loss(batch: Sequence[Point]) -> float | None:
+    """The mean loss of a token in these forward_backward calls; None if they have no weight."""
+    weight = sum(point.weight for point in batch)
+    return sum(point.metrics.get(LOSS_SUM, 0.0) for point in batch) / weight if weight else None
 
 
 def described(progress: Progress, now: float) -> str:
@@ -106,13 +105,13 @@ def point_of(op: object, output: Output) -> Point | None:
     """The point of an Op that ran; None for a kind without one."""
     match op, output:
         case ForwardBackward(forward_only=False), ForwardBackwardOutput() | CriticOutput():
-            return Point(op.kind, _some(output.metrics), len(op.batch.tokens.values), _weight(op))
+            return Point(op.kind, _bounded(output.metrics), len(op.batch.tokens.values), _weight(op))
         case OptimStep(), OptimStepOutput():
-            return Point(op.kind, _some(output.metrics))
+            return Point(op.kind, _bounded(output.metrics))
     return None
 
 
-def _some(metrics: Mapping[str, float]) -> dict[str, float]:
+def _bounded(metrics: Mapping[str, float]) -> dict[str, float]:
     """At most MOST_METRICS metrics in six digits, with names of _MOST_NAMES characters in all; first the loss."""
     names = sorted(metrics, key=lambda name: name != LOSS_SUM)[:MOST_METRICS]
     ends = accumulate(map(len, names))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from app.domain.checkpoints import ENCRYPTED, OWNER, PROJECT
+from app.domain.checkpoints import ENCRYPTED, OWNER, PROJECT, CheckpointPrefix, Manifest
 
 READS_IMAGES = "reads_images"
 """The part of a worker's description that says so. It is not in its `info`, because API processes of earlier versions
@@ -150,6 +150,27 @@ class Checkpoint:
     """The id of the API key that created the checkpoint or its run; empty if it is unknown."""
     expiry_by: str = ""
     """OWNER or PROJECT if that one chose `expires_at`; else empty, as in Expiry."""
+
+    @classmethod
+    def of(cls, place: CheckpointPrefix, manifest: Manifest, key: str = "") -> Checkpoint:
+        """The record of a checkpoint that is complete at `place`."""
+        return cls(
+            owner=manifest.owner,
+            model_id=place.model_id,
+            kind=place.kind,
+            base_model=manifest.base_model,
+            prefix=str(place),
+            created=manifest.created_at,
+            size_bytes=manifest.size,
+            lora=asdict(manifest.lora) if manifest.lora else {},
+            files=sorted(manifest.files),
+            expires_at=manifest.expires_at,
+            user_metadata=dict(manifest.user_metadata),
+            critic=manifest.critic,
+            public=manifest.public,
+            key=key,
+            expiry_by=manifest.expiry_by,
+        )
 
     @property
     def full(self) -> bool:

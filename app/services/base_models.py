@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,15 +127,18 @@ class BaseModels:
         self._learn(workers.values())
         return {node: worker for node, worker in workers.items() if worker.healthy}
 
-    def _learn(self, workers: Collection[Worker]) -> None:
+    def _learn(self, workers: Iterable[Worker]) -> None:
+        grouped: defaultdict[tuple[str, str], list[Worker]] = defaultdict(list)
+        for worker in workers:
+            grouped[worker.role, worker.base_model].append(worker)
         with self._lock:
-            described = (((w.role, w.base_model), w.describe.get(SHAPES)) for w in workers)
-            self._shapes.update({role_and_base: rows for role_and_base, rows in described if rows is not None})
-            for role_and_base in {(w.role, w.base_model) for w in workers}:
-                found = [w for w in workers if (w.role, w.base_model) == role_and_base]
-                healthy = [w for w in found if w.healthy]
+            for role_and_base, found in grouped.items():
+                for worker in found:
+                    if SHAPES in worker.describe:
+                        self._shapes[role_and_base] = worker.describe[SHAPES]
+                healthy = [worker for worker in found if worker.healthy]
                 if healthy or role_and_base not in self._known:
-                    self._known[role_and_base] = _common([_info(w) for w in healthy or found])
+                    self._known[role_and_base] = _common([_info(worker) for worker in healthy or found])
 
     def missing(self) -> list[str]:
         """The workers that must still start before every served base model can be trained and sampled.

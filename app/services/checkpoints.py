@@ -28,7 +28,7 @@ from app.services.tenants.access import (
     page_of_checkpoints,
 )
 from app.services.tenants.limits import QuotaService
-from app.services.training import check_ttl
+from app.services.validation import check_ttl
 from app.services.views import CHECKPOINT_TYPES, Page, check_writable, checkpoint_view, projects, searched, timestamp
 from app.signing import UrlSigner
 from app.stores.objects.archives import Archive, ArchiveFiles
@@ -184,16 +184,16 @@ class CopyService:
         """
         path = ids.TinkerPath.parse(asked["source_path"])
         check_ttl(asked["ttl_seconds"])
-        session_id, model_id, project = self._destination(caller, asked, key)
+        model_id, project = self._destination(caller, asked, key)
         target = ids.TinkerPath(model_id, path.kind, path.name)
         if self._is_copy(target, path):
             return str(target)
         source = self.sources.find(path, caller, token)
         if asked["session_id"] is None:
-            self._add_session(session_id, project, path, caller)
+            self._add_session(ids.session_of(model_id), project, path, caller)
         with self.quotas.releasing(target):
             self.quotas.reserve(caller, project, target, source.size_bytes)
-            self._register(session_id, model_id, project, str(path), source, caller)
+            self._add_run(model_id, project, str(path), source, caller)
             self._check_not_overwritten(model_id, source)
             self.lifecycle.use_files(str(_place(target)))
             what = {"model_id": model_id, "tinker_path": str(target), "source_path": str(path)}
@@ -202,17 +202,16 @@ class CopyService:
             self._record(target, replace(source, key=caller.key_id), manifest)
         return str(target)
 
-    def _destination(self, caller: Caller, asked: Mapping[str, Any], key: str | None) -> tuple[str, str, str]:
-        """The copy's session, run and project."""
+    def _destination(self, caller: Caller, asked: Mapping[str, Any], key: str | None) -> tuple[str, str]:
+        """The copy's run and project."""
         session_id, seq, project = asked["session_id"], asked["model_seq_id"], asked["destination_project_id"]
         if session_id is not None and seq is not None and project is None:
             owner = load_owned(self.records, Session, session_id, caller).owner
-            return session_id, ids.model_id(session_id, seq), owner
+            return ids.model_id(session_id, seq), owner
         if session_id is not None or seq is not None or project is None:
             raise BadRequest("send destination_project_id, or session_id and model_seq_id")
         check_writable(caller, project)
-        session_id = ids.copy_session_id(project, key)
-        return session_id, ids.model_id(session_id, 0), project
+        return ids.model_id(ids.copy_session_id(project, key), 0), project
 
     def _is_copy(self, target: ids.TinkerPath, path: ids.TinkerPath) -> bool:
         """True if the target is there and is a copy of `path`, which may be gone by now."""
@@ -230,12 +229,10 @@ class CopyService:
         model = self.records.find(Model, source.model_id) if caller.sees(source.owner) else None
         return model.user_metadata if model else {}
 
-    def _register(
-        self, session_id: str, model_id: str, project: str, path: str, source: Checkpoint, caller: Caller
-    ) -> None:
+    def _add_run(self, model_id: str, project: str, path: str, source: Checkpoint, caller: Caller) -> None:
         model = Model(
             project,
-            session_id,
+            ids.session_of(model_id),
             source.base_model,
             self.records.now(),
             "ready",
@@ -292,7 +289,7 @@ class CopyService:
             owner=manifest.owner,
             model_id=target.model_id,
             prefix=str(_place(target)),
-            created=datetime.fromisoformat(manifest.created).timestamp(),
+            created=manifest.created_at,
             expires_at=manifest.expires_at,
             expiry_by=manifest.expiry_by,
             public=False,

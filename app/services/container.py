@@ -14,17 +14,19 @@ from app.services.imports.importer import Importer
 from app.services.imports.uploads import UploadService
 from app.services.models import ModelService, RunService
 from app.services.openai.captures import CaptureService
-from app.services.openai.service import OpenAiService, Samplers
+from app.services.openai.samplers import Samplers
+from app.services.openai.service import OpenAiService
 from app.services.openai.streaming import ResultStream
 from app.services.polling import BatchPollService, CancelService, FutureFinder, LongPollLimiter, LongPolls, PollService
 from app.services.queue import QueueService, QueueSnapshots, QueueStates
 from app.services.sampling import SamplingService
 from app.services.sessions import SessionSearch, SessionService, TraceService
 from app.services.teardown import Teardown
-from app.services.tenants.access import Authenticator, OwnKey, Sources, Tokens
+from app.services.tenants.access import Sources
 from app.services.tenants.accounts import AccountRecovery, AccountService
 from app.services.tenants.administration import Administration
 from app.services.tenants.audit import AuditService
+from app.services.tenants.authentication import Authenticator, OwnKey, Tokens
 from app.services.tenants.limits import LimitsFinder, QuotaService
 from app.services.tenants.spending import Spending
 from app.services.tenants.usage import UsageService
@@ -145,6 +147,7 @@ def build(settings: Settings) -> Services:
     backlog = RedisBacklog(client, settings.engine)
     snapshots = QueueSnapshots(bases, oplog, backlog, lambda project: limits.project(project).weight)
     queue_states = QueueStates(snapshots, records)
+    by_project = settings.api.queue_metrics_by_project
     return Services(
         settings=settings,
         authenticator=authenticator,
@@ -174,10 +177,7 @@ def build(settings: Settings) -> Services:
         polls=PollService(futures, polls, lifecycle.poll),
         batch_polls=BatchPollService(RedisCompletions(client, settings.engine), records, polls, lifecycle.poll),
         queue_states=queue_states,
-        queue=QueueService(
-            *(snapshots, queue_states, backlog, calls, records, bases, oplog),
-            by_project=settings.api.queue_metrics_by_project,
-        ),
+        queue=QueueService(snapshots, queue_states, backlog, calls, records, bases, oplog, by_project=by_project),
         cancels=cancels,
         openai=OpenAiService(
             bases, samplers, admission, quotas, poll_limiter, result_stream, captures, settings.limits, hub_cache

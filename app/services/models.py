@@ -38,7 +38,16 @@ from app.services.validation import (
     check_sampled,
     exports_merged,
 )
-from app.services.views import CHECKPOINT_TYPES, Page, Scope, checkpoint_view, owner_of, projects, texts, timestamp
+from app.services.views import (
+    CHECKPOINT_TYPES,
+    AccessScope,
+    Page,
+    checkpoint_view,
+    owner_of,
+    projects,
+    texts,
+    timestamp,
+)
 from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Record
 
@@ -170,7 +179,7 @@ class RunService:
     def __init__(self, records: RedisRecords, quotas: QuotaService) -> None:
         self._records, self._quotas = records, quotas
 
-    def describe(self, model_id: str, caller: Caller, scope: Scope) -> dict[str, Any]:
+    def describe(self, model_id: str, caller: Caller, scope: AccessScope) -> dict[str, Any]:
         """A TrainingRun. The scope "accessible" includes another project's run that has a public checkpoint; of it the
         caller sees only what its public checkpoints tell. Raises NotFound."""
         try:
@@ -187,7 +196,7 @@ class RunService:
         seconds does not read them. Raises NotFound."""
         return _state(model_id, read_run(self._records, model_id, caller))
 
-    def list_runs(self, caller: Caller, scope: Scope, project: str | None, page: Page) -> dict[str, Any]:
+    def list_runs(self, caller: Caller, scope: AccessScope, project: str | None, page: Page) -> dict[str, Any]:
         """The runs of a project or scope, newest first. Raises NotFound for a project that the caller does not see."""
         runs, cursor = self.list_states(caller, scope, project, page)
         found = [run["training_run_id"] for run in runs]
@@ -196,7 +205,7 @@ class RunService:
         return {"training_runs": views, "cursor": cursor}
 
     def list_states(
-        self, caller: Caller, scope: Scope, project: str | None, page: Page
+        self, caller: Caller, scope: AccessScope, project: str | None, page: Page
     ) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """The same runs without their checkpoints, and the cursor. Raises NotFound as `list_runs` does."""
         within = projects(caller, scope, project)

@@ -29,25 +29,21 @@ from app.stores.redis.types import Completion, Future
 from app.suspension import Suspension
 from app.telemetry import HELD_POLLS, POLL_SECONDS
 
-_REQUEST_ID = re.compile(r".+:[0-9]{1,19}")
-
 CUSTOM_LOSS, UNLOAD = "create_custom_loss", "unload_model"
-
+_REQUEST_ID = re.compile(r".+:[0-9]{1,19}")
 _SHORT_HOLD_S = 1.0
+
+T = TypeVar("T")
+CheckKey = Callable[[Caller], None]
+"""Raises Unauthorized if the caller's key is no longer valid."""
+NotePoll = Callable[[str], None]
+"""Notes that a client waits for the result of the request with this id."""
 
 
 def check_request_id(text: str) -> None:
     """Raises NotFound for a text that cannot be a future's id."""
     if not _REQUEST_ID.fullmatch(text):
         raise NotFound(f"future {text[:200]!r} does not exist")
-
-
-T = TypeVar("T")
-
-CheckKey = Callable[[Caller], None]
-"""Raises Unauthorized if the caller's key is no longer valid."""
-NotePoll = Callable[[str], None]
-"""Notes that a client waits for the result of the request with this id."""
 
 
 class LongPolls:

@@ -27,8 +27,8 @@ from app.services.validation import (
 )
 from app.settings import LimitSettings
 from app.stores.redis.records import RedisRecords, dump
-from app.wire.bodies import model_input, tensor
-from app.wire.forward_backward import to_cells
+from app.wire.json_bodies import model_input, tensor
+from app.wire.tensors import to_cells
 
 TARGETS = "target_prompt_logprobs"
 MAX_STOPS = 64
@@ -66,15 +66,15 @@ class SamplingService:
         Raises NotFound (session, checkpoint), BadRequest, or Unavailable while there is no room for another sampler.
         """
         session = load_owned(self._records, Session, asked["session_id"], caller)
-        if asked.get("model_path") is None and asked.get("base_model") is None:
+        base, path = asked.get("base_model"), asked.get("model_path")
+        if base is None and path is None:
             raise BadRequest("create_sampling_session needs model_path or base_model")
         sampler_id = ids.sampling_session_id(asked["session_id"], asked["sampling_session_seq_id"])
-        if not self._is_there(sampler_id, asked):
-            base, path = asked.get("base_model"), asked.get("model_path")
+        if not self._exists(sampler_id, asked):
             sampler = self.resolve(caller, session.owner, asked["session_id"], base, path)
             self._quotas.take(caller, session.owner)
             if not self._records.put_new(Sampler.namespace, sampler_id, dump(sampler)):
-                self._is_there(sampler_id, asked)
+                self._exists(sampler_id, asked)  # raises if another call has just created another sampler
         return sampler_id
 
     def join(self, sampler_id: str, caller: Caller) -> int:
@@ -118,15 +118,15 @@ class SamplingService:
         check_sampleable(self._bases.settings(name), full=full)
         return Sampler(owner, session_id, name, time.time(), path, prefix, full=full)
 
-    def _is_there(self, sampler_id: str, asked: Mapping[str, Any]) -> bool:
+    def _exists(self, sampler_id: str, asked: Mapping[str, Any]) -> bool:
         """True if the sampler exists already; a repeat finds it even if the checkpoint has been deleted since. Raises
         BadRequest if the id belongs to a different sampler."""
-        there = self._records.find(Sampler, sampler_id)
-        if there is None:
+        found = self._records.find(Sampler, sampler_id)
+        if found is None:
             return False
-        ephemeral = there.prefix and not there.model_path
-        same = there.model_path == (asked.get("model_path") or "")
-        if ephemeral or not same or asked.get("base_model") not in (None, there.base_model):
+        ephemeral = found.prefix and not found.model_path
+        same = found.model_path == (asked.get("model_path") or "")
+        if ephemeral or not same or asked.get("base_model") not in (None, found.base_model):
             raise sampler_exists(asked["sampling_session_seq_id"])
         return True
 

@@ -18,8 +18,8 @@ from app.services.tenants import audit
 from app.services.tenants.access import check_role, load_owned, load_readable
 from app.services.tenants.limits import QuotaService
 from app.services.views import (
+    AccessScope,
     Page,
-    Scope,
     check_writable,
     is_wanted,
     owner_of,
@@ -102,7 +102,7 @@ class SessionService:
         self._lifecycle.finish(session_id, reason, detail[:_MOST_DETAIL])
         self._teardown.finish(session_id, reason)
 
-    def list_ids(self, caller: Caller, scope: Scope, page: Page) -> list[str]:
+    def list_ids(self, caller: Caller, scope: AccessScope, page: Page) -> list[str]:
         """Session ids, newest first."""
         within = projects(caller, scope)
         found = sorted((-created, id_) for created, id_ in self._records.list_sessions(within))

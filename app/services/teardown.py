@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, islice
 
 from app import ids
+from app.domain.checkpoints import MODELS, SNAPSHOT
 from app.domain.records import Loss, Model, Sampler
 from app.errors import Unavailable
 from app.stores.objects.base import ObjectStore
@@ -38,7 +39,7 @@ class Teardown:
         """Finishes a session: cancels its samples and releases its models from their trainers' memory. A later Op loads
         a model again."""
         self._lifecycle.finish(session_id, reason)
-        self._free(self._models(session_id))
+        self._free(self._records.ids(Model.namespace, ids.model_prefix(session_id)))
         self._lifecycle.abort_samples(session_id)
 
     def unload(self, model_id: str) -> None:
@@ -76,7 +77,7 @@ class Teardown:
         for loss_id in self._records.ids(Loss.namespace, ids.loss_prefix(session_id)):
             self._records.delete(Loss.namespace, loss_id)
 
-    def _free(self, model_ids: list[str]) -> None:
+    def _free(self, model_ids: Iterable[str]) -> None:
         for holder in set(self._lifecycle.holders(model_ids)):
             self._wake(holder)
 
@@ -130,9 +131,6 @@ class Teardown:
         except Unavailable as error:
             log.warning("files of an ended run or sampler could not be deleted: %s", error)
 
-    def _models(self, session_id: str) -> list[str]:
-        return list(self._records.ids(Model.namespace, ids.model_prefix(session_id)))
-
 
 def _snapshots(model_id: str) -> str:
-    return f"models/{model_id}/snapshots"
+    return f"{MODELS}/{model_id}/{SNAPSHOT}"

@@ -21,7 +21,6 @@ from app import ids
 from app.domain import ops
 from app.domain.accounts import Caller
 from app.domain.checkpoints import CheckpointPrefix
-from app.domain.limits import LONGEST_TTL_S, SHORTEST_TTL_S
 from app.domain.losses import LOSSES, CustomLoss
 from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, Ragged, SaveWeights
 from app.domain.records import Loss, Model, Sampler, Session
@@ -42,6 +41,7 @@ from app.services.validation import (
     check_same_role,
     check_sampleable,
     check_sampled_role,
+    check_ttl,
     exports_merged,
     in_range,
 )
@@ -196,12 +196,6 @@ class TrainingService:
         return {"request_id": request_id, "model_id": model_id}
 
 
-def check_ttl(ttl_seconds: int | None) -> None:
-    """Accepts one hour to ten years; None keeps the checkpoint for ever. Raises BadRequest."""
-    if ttl_seconds is not None:
-        in_range("ttl_seconds", ttl_seconds, SHORTEST_TTL_S, LONGEST_TTL_S)
-
-
 # They stay in the state server's memory until their session is removed. A loss takes 1 to 3 KB, and at most 170 KB.
 MOST_LOSS_BYTES = 16 * 2**20
 
@@ -258,8 +252,7 @@ class RouteService:
         self._records, self._oplog, self._files = records, oplog, files
 
     def find(self, caller: Caller, base_model: str, tokens: Ragged, spans: Sequence[Sequence[Span]]) -> Ragged | None:
-        """The routes of each datum's tokens, none_of where a token has none. None where no span names a
-        token.
+        """The routes of each datum's tokens, none_of where a token has none. None where no span names a token.
 
         Raises BadRequest for a sequence that has no routes or that the caller may not read, with the same text, for
         spans that do not fit the datum, for more than MAX_SPANS, and for routes of more than MAX_ROUTE_BYTES.
@@ -267,7 +260,7 @@ class RouteService:
         count = sum(len(datum) for datum in spans)
         if count > MAX_SPANS:
             raise BadRequest(f"the batch has {count} model_input_spans, more than {MAX_SPANS}; send fewer datums")
-        placed = sorted(_placed(tokens, spans), key=lambda place: place.span.sequence_id)
+        placed = sorted(_placed(tokens, spans), key=lambda part: part.span.sequence_id)
         if not placed:
             return None
         blank = self._read(caller, base_model, placed[0].span.sequence_id).prompt_routes[:0]
@@ -277,10 +270,10 @@ class RouteService:
                 f"the routes of this batch take {size} bytes, more than {MAX_ROUTE_BYTES}; send fewer datums"
             )
         routes = [np.full((len(own), *blank.shape[1:]), none_of(blank.dtype), blank.dtype) for own in tokens]
-        for sequence_id, places in groupby(placed, lambda place: place.span.sequence_id):  # each is read once
+        for sequence_id, parts in groupby(placed, lambda part: part.span.sequence_id):  # each is read once
             sequence = self._read(caller, base_model, sequence_id)
-            for place in places:
-                place.fill(sequence, routes[place.datum])
+            for part in parts:
+                part.fill(sequence, routes[part.datum])
         return Ragged.of(routes, blank.dtype)
 
     def _read(self, caller: Caller, base_model: str, sequence_id: str) -> SequenceRoutes:
@@ -298,7 +291,7 @@ class RouteService:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _PlacedSpan:
     """A span, and the tokens of a datum from `start` on that it names."""
 
     datum: int
@@ -325,7 +318,7 @@ def _is_same(content: str, loss: CustomLoss) -> bool:
     return bool(ops.encode(replace(stored, budget=loss.budget)) == ops.encode(loss))
 
 
-def _placed(tokens: Ragged, spans: Sequence[Sequence[Span]]) -> Iterator[_Place]:
+def _placed(tokens: Ragged, spans: Sequence[Sequence[Span]]) -> Iterator[_PlacedSpan]:
     """Yields the place of each span that has tokens. A datum without spans has none. Raises BadRequest for spans that
     do not cover their datum."""
     for i, (own, cover) in enumerate(zip(tokens, spans, strict=True)):
@@ -335,5 +328,5 @@ def _placed(tokens: Ragged, spans: Sequence[Sequence[Span]]) -> Iterator[_Place]
         start = 0
         for span in cover:
             if span.length:
-                yield _Place(i, start, own[start : start + span.length], span)
+                yield _PlacedSpan(i, start, own[start : start + span.length], span)
             start += span.length

@@ -1,5 +1,5 @@
-"""Checks of training calls: models, batches, optimizer steps, exports, and ranges of numbers. A batch takes a few numpy
-calls; the faulty datum is searched for only on failure.
+"""Checks of training calls: models, batches, optimizer steps, checkpoints, exports, and ranges of numbers. A batch
+takes a few numpy calls; the faulty datum is searched for only on failure.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from app import ids
+from app.domain.limits import LONGEST_TTL_S, SHORTEST_TTL_S
 from app.domain.losses import CLIP_HIGH, CLIP_LOW, LOSSES, NOT_OFFERED, CustomLoss, LossSpec, losses_of
 from app.domain.ops import AdamParams, Batch, ForwardBackward, LoraSpec, Ragged
 from app.domain.records import BaseModelInfo, Checkpoint, Model
@@ -138,6 +139,12 @@ def check_recipients(recipients: Sequence[str]) -> tuple[str, ...]:
                 "(age1...), or one of SSH (ssh-ed25519 ..., ssh-rsa ...)"
             ) from None
     return tuple(sorted(set(recipients)))
+
+
+def check_ttl(ttl_seconds: int | None) -> None:
+    """Accepts one hour to ten years; None keeps the checkpoint for ever. Raises BadRequest."""
+    if ttl_seconds is not None:
+        in_range("ttl_seconds", ttl_seconds, SHORTEST_TTL_S, LONGEST_TTL_S)
 
 
 def check_loadable(path: ids.TinkerPath, checkpoint: Checkpoint, optimizer: bool) -> None:

@@ -14,7 +14,8 @@ from app.errors import NotFound
 
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
-Scope = Literal["owned", "accessible"]
+AccessScope = Literal["owned", "accessible"]
+"""The projects of a list: those where the caller may work, or also those that the caller may only view."""
 T = TypeVar("T")
 
 
@@ -82,7 +83,7 @@ class Page:
         return items[self.offset : self.offset + self.limit], cursor
 
 
-def projects(caller: Caller, scope: Scope, only: str | None = None) -> Set[str]:
+def projects(caller: Caller, scope: AccessScope, only: str | None = None) -> Set[str]:
     """The projects to list from: those where the caller may work, or with "accessible" also those that the caller may
     only view; or only the named one. Raises NotFound for a project that the caller does not see."""
     if only is not None:

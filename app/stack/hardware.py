@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 
 from app.stack import placement
 from app.stack.memory import gib, usable_bytes
+from app.stack.terminal import counted
 
 _CPU_FILE = Path("/proc/cpuinfo")
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 _QUERY = ("nvidia-smi", "--query-gpu=index,memory.total,memory.used", "--format=csv,noheader,nounits")
 # An idle GPU reports some hundred MiB of the driver, and a desktop takes as much.
 _IN_USE = 2**30
-# Trainer and sampler share one GPU in equal parts, with a rest for CUDA itself.
 SHARED = 0.45
+"""The memory share of a trainer and a sampler on one GPU. The rest is for CUDA itself."""
 # Of a worker's memory: the rest is for activations, adapters and the KV cache.
 _MOST_WEIGHTS = 0.6
 
@@ -118,7 +119,8 @@ def layout(hardware: Hardware, weights: int) -> Layout:
     fits = whole or (ranks > 1 and weights <= _MOST_WEIGHTS * memory * min(ranks, parts))
     trainer = {"ranks": ranks} | ({} if whole or ranks == 1 else {"zero_stage": 3})
     sampler = {"count": rest // parts} | ({} if parts == 1 else {"tensor_parallel": parts})
-    said = f"{_count(ranks, 'GPU')} for the trainer, {_count(rest // parts, 'sampler')} on {_count(parts, 'GPU')} each."
+    samplers = f"{counted(rest // parts, 'sampler')} on {counted(parts, 'GPU')} each"
+    said = f"{counted(ranks, 'GPU')} for the trainer, {samplers}."
     return Layout(trainer, sampler, (said, *_warning(weights, fits)))
 
 
@@ -134,10 +136,6 @@ def _warning(weights: int, fits: bool) -> tuple[str, ...]:
 def _powers(most: int) -> list[int]:
     """The powers of two up to `most`, from 1."""
     return [2**power for power in range(most.bit_length())]
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def _gpu_memory() -> dict[int, _Memory]:

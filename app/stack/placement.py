@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from app.errors import SetupError
 from app.settings import BaseModelSettings, SamplerSettings, Settings, TrainerSettings
-from app.settings.gpus import for_each
+from app.settings.gpus import gpus_of_copies
 
 _ROUNDING = 1e-9
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -41,7 +41,7 @@ class _Section(NamedTuple):
 
     def copies(self) -> tuple[tuple[int, ...], ...]:
         try:
-            return for_each(self.name, self.workers.devices, self.workers.count)
+            return gpus_of_copies(self.name, self.workers.devices, self.workers.count)
         except SetupError as error:
             raise SetupError(f"base model {self.base!r}: {error}") from None
 

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import redis
 
 from app import ids
 from app.domain.progress import NEWEST_POINTS, described
 from app.domain.records import Model, Session
-from app.stack.child import StopFlag
+from app.stack.signals import StopFlag
+from app.stack.terminal import counted
 from app.stores.redis import keys
+from app.stores.redis.client import texts
 from app.stores.redis.records import RedisRecords
 
 _EVERY_S = 5.0
@@ -81,7 +83,7 @@ class RunNews:
 
     def _live(self) -> dict[str, _Run]:
         """The runs in use, by id."""
-        heard = {id_.decode() for id_ in cast("list[bytes]", self._redis.zrange(keys.SESSIONS_HEARD, 0, -1))}
+        heard = set(texts(self._redis.zrange(keys.SESSIONS_HEARD, 0, -1)))
         used = [id_ for id_ in self._records.ids(Model.namespace, "") if ids.session_of(id_) in heard]
         return {
             id_: _Run(int(fields.get("steps", 0)), int(fields.get("trained_tokens", 0)))
@@ -96,7 +98,7 @@ class RunNews:
         session = self._records.find(Session, ids.session_of(model_id))
         status = session.status if session else "expired"
         finished = "its session expired" if status == "expired" else f"its session was finished ({status})"
-        return f" after {_steps(int(fields.get('steps', 0)))}: {_over(fields) or finished}"
+        return f" after {counted(int(fields.get('steps', 0)), 'step')}: {_over(fields) or finished}"
 
 
 def _over(fields: Mapping[str, str]) -> str:
@@ -122,7 +124,3 @@ def _of(run: Model) -> str:
 
 def _from(steps: int) -> str:
     return f" at step {steps}" if steps else ""
-
-
-def _steps(count: int) -> str:
-    return f"{count} step{'' if count == 1 else 's'}"

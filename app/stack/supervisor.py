@@ -11,7 +11,8 @@ from pathlib import Path
 from app.errors import SetupError, TinsmithError
 from app.stack import child as stack_child
 from app.stack import memory
-from app.stack.child import Child, Command, StopFlag
+from app.stack.child import Child, Command
+from app.stack.signals import StopFlag
 from app.stack.terminal import warn
 
 SETUP_ERROR_CODE = 2

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import textwrap
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 _TAB = "\t"
 _COLUMNS = 80
@@ -37,10 +38,20 @@ def wrapped(text: str, indent: int = 0) -> list[str]:
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """The number and its noun, such as "1 run" and "2 runs"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def show(*lines: str, file: TextIO | None = None) -> None:
     """Prints lines to `file` (default stdout) at once; a tab stays."""
     for line in lines:
         print(visible(line, _TAB), file=file or sys.stdout, flush=True)
+
+
+def show_json(document: Any) -> None:
+    """Prints a JSON document, indented for people."""
+    show(*json.dumps(document, indent=2).splitlines())
 
 
 def warn(text: str) -> None:

@@ -37,11 +37,12 @@ from app.settings import (
     hash_key,
     netloc,
 )
-from app.stack import checks, config, hardware, metrics, placement, valkey
-from app.stack.child import Command, StopFlag, interrupted_by, stop_signals
+from app.stack import checks, config, hardware, placement, ports, valkey
+from app.stack.child import Command
 from app.stack.config import Options
 from app.stack.data_folder import DataFolder, write_private
 from app.stack.run_news import RunNews
+from app.stack.signals import StopFlag, interrupted_by, stop_signals
 from app.stack.supervisor import Supervisor
 from app.stack.terminal import show, warn
 from app.stores.redis.client import connect
@@ -61,8 +62,6 @@ _WORKERS = {
     "sampler": ("sampler", "workers.sampler"),
     "full_sampler": ("full-sampler", "workers.sampler", "--full"),
 }
-# Trainer and sampler of the bundled model fit on one GPU.
-_BUNDLED_SHARE = 0.45
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ def up(options: Options) -> int:
     KeyboardInterrupt after such a signal before the stack starts.
     """
     settings = config.resolve(options, os.environ)
-    checks.listen_port(settings.api)
+    ports.listen_port(settings.api)
     say = _teller(options)
     with _private_files(), closing(DataFolder(settings.data_dir)) as folder:
         with interrupted_by(*_STOP_SIGNALS):  # it may fetch a model for minutes
@@ -118,8 +117,8 @@ def prepare(
         base = BaseModelSettings(
             name=model.NAME,
             path=str(model.folder(folder.models)),
-            trainer=TrainerSettings(memory_share=_BUNDLED_SHARE),
-            sampler=SamplerSettings(memory_share=_BUNDLED_SHARE),
+            trainer=TrainerSettings(memory_share=hardware.SHARED),
+            sampler=SamplerSettings(memory_share=hardware.SHARED),
         )
         settings = settings.model_copy(update={"base_models": (base,)})
     settings = _with_secrets(config.for_every_base_model(_absolute(settings, folder), options), folder)
@@ -137,23 +136,48 @@ def prepare(
 
 def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None], until: StopFlag | None) -> None:
     """Starts the processes and watches them. With `until`, prints news of runs until it is set."""
+    if not _start_servers(supervisor, plan):
+        return
+    workers = _start_workers(supervisor, plan, say)
+    if _wait_until_ready(supervisor, plan.settings, workers, say):
+        if until is not None:
+            _follow_runs(plan.settings.redis.url, say, until)
+        supervisor.run()
+    say("stopping")
+
+
+def _start_servers(supervisor: Supervisor, plan: Plan) -> bool:
+    """Starts the embedded servers. Returns True once the state server and the broker answer, False after a stop."""
     redis_url, broker_url = plan.settings.redis.url, plan.settings.broker_url
     supervisor.start(plan.servers)
     if not supervisor.run_until(lambda: valkey.answers(redis_url) and valkey.answers(broker_url)):
-        return
+        return False
     supervisor.note_ready({command.name for command in plan.servers})
-    ports = plan.settings_file.with_name("metrics-ports.json")
-    commands = metrics.with_ports(process_table(plan.settings, plan.settings_file), ports, {plan.settings.api.port})
-    with connect(redis_url) as client:
+    return True
+
+
+def _start_workers(supervisor: Supervisor, plan: Plan, say: Callable[[str], None]) -> set[str]:
+    """Starts the API and the workers. Returns the names of the workers."""
+    table = process_table(plan.settings, plan.settings_file)
+    file = plan.settings_file.with_name("metrics-ports.json")
+    commands = ports.with_metrics_ports(table, file, {plan.settings.api.port})
+    with connect(plan.settings.redis.url) as client:
         _forget_workers(RedisRecords(client), plan.settings, commands)
     say(f"starting {', '.join(command.name for command in (*plan.servers, *commands))}")
-    for name, metrics_url in metrics.urls(commands).items():
+    for name, metrics_url in ports.metrics_urls(commands).items():
         say(f"metrics of {name}: {metrics_url}")
     supervisor.start(commands)
-    url = _local_url(plan.settings.api)
-    workers = {command.name for command in commands if command.name != _API}
-    with connect(redis_url) as client:
-        bases = BaseModels(plan.settings, RedisRecords(client))
+    return {command.name for command in commands if command.name != _API}
+
+
+def _wait_until_ready(
+    supervisor: Supervisor, settings: Settings, workers: set[str], say: Callable[[str], None]
+) -> bool:
+    """Returns True once requests are served, False after a stop. Prints what becomes ready. Raises SetupError when none
+    of the workers can serve its base model."""
+    url = _local_url(settings.api)
+    with connect(settings.redis.url) as client:
+        bases = BaseModels(settings, RedisRecords(client))
         starting = _Starting(workers, say)
 
         def is_ready() -> bool:
@@ -165,17 +189,13 @@ def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None], until: 
                 starting.look(ready, supervisor.ended)
             return _is_ready(url)
 
-        served = supervisor.run_until(is_ready)
-        if served:
-            starting.look(_here(bases.workers()), supervisor.ended)
-            _say_base_models(plan.settings, bases, say)
-            with suppress(OSError):  # nobody reads it any more
-                show(f"ready {url}")
-    if served:
-        if until is not None:
-            _follow_runs(redis_url, say, until)
-        supervisor.run()
-    say("stopping")
+        if not supervisor.run_until(is_ready):
+            return False
+        starting.look(_here(bases.workers()), supervisor.ended)
+        _say_base_models(settings, bases, say)
+        with suppress(OSError):  # nobody reads it any more
+            show(f"ready {url}")
+    return True
 
 
 def _follow_runs(redis_url: str, say: Callable[[str], None], until: StopFlag) -> None:
@@ -241,7 +261,7 @@ def _absolute(settings: Settings, folder: DataFolder) -> Settings:
     """Settings with absolute paths, which mean the same in every process, and with the port that the API will listen
     on."""
     bases = tuple(_absolute_path(base) for base in settings.base_models)
-    api = settings.api.model_copy(update={"port": checks.listen_port(settings.api)})
+    api = settings.api.model_copy(update={"port": ports.listen_port(settings.api)})
     return settings.model_copy(update={"data_dir": folder.root, "base_models": bases, "api": api})
 
 
@@ -335,7 +355,7 @@ def _metrics_port(workers: TrainerSettings | SamplerSettings, copy: int) -> dict
     """The environment of a worker that has its port from the settings, or that a hostfile puts on another machine."""
     if workers.metrics_port:
         return {METRICS_PORT_VARIABLE: str(workers.metrics_port + copy)}
-    return {METRICS_PORT_VARIABLE: metrics.ANY_PORT} if getattr(workers, "hostfile", "") else {}
+    return {METRICS_PORT_VARIABLE: ports.ANY_PORT} if getattr(workers, "hostfile", "") else {}
 
 
 def _python(name: str, settings_file: Path, *arguments: str, **environ: str) -> Command:

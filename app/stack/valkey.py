@@ -13,7 +13,7 @@ from pathlib import Path
 import redis
 
 from app.errors import SetupError
-from app.stack import checks
+from app.stack import ports
 from app.stack.child import Command
 from app.stack.data_folder import write_private
 from app.stack.memory import usable_bytes
@@ -29,7 +29,7 @@ FORGETFUL = ("appendonly no",)
 
 def free_port(config: Path, taken: Collection[int]) -> int:
     """Returns a free port that is not `taken`: the one in `config`, which is the last stack's, where possible."""
-    return checks.kept_port(_last_port(config), taken)
+    return ports.kept_port(_last_port(config), taken)
 
 
 def _last_port(config: Path) -> int:

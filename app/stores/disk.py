@@ -32,8 +32,10 @@ class Disk:
 
     def shortage(self, size: int = 0) -> str:
         """The reason why nothing more, or no file of `size` bytes, is written to it, or ''."""
-        free = shutil.disk_usage(self.folder).free if self.least_free else 0
-        if not self.least_free or free >= self.least_free + size:
+        if not self.least_free:
+            return ""
+        free = shutil.disk_usage(self.folder).free
+        if free >= self.least_free + size:
             return ""
         more = f" and the {size >> 20} MiB to be written" if size else ""
         return (

@@ -12,7 +12,7 @@ import logging
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, get_args
@@ -75,7 +75,8 @@ class PageFiles:
     def find(self, ledger: Ledger, project: str, hours: range) -> dict[LedgerPage, Fields]:
         """The stored pages of these hours. Leaves out a damaged page, and logs it."""
         wanted = {_key(page): page for page in (LedgerPage(ledger, project, hour) for hour in hours)}
-        listed = (key for month in _months(hours) for key in self._objects.list(f"{ledger}/{project}/{month}"))
+        months = sorted({f"{_begin(hour):%Y-%m}" for hour in hours})  # one listing each, for any number of hours
+        listed = (key for month in months for key in self._objects.list(f"{ledger}/{project}/{month}"))
         found = {wanted[key]: self._read(key) for key in listed if key in wanted}
         return {page: fields for page, fields in found.items() if fields is not None}
 
@@ -120,11 +121,6 @@ class _Cache:
 
 def _key(page: LedgerPage) -> str:
     return f"{page.ledger}/{page.project}/{_begin(page.hour):%Y-%m-%d/%H}.json"
-
-
-def _months(hours: range) -> Iterator[str]:
-    """The months that contain `hours`: one listing each, for any number of hours."""
-    return iter(sorted({f"{_begin(hour):%Y-%m}" for hour in hours}))
 
 
 def _begin(hour: int) -> datetime:

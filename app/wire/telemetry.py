@@ -64,8 +64,10 @@ def _values(metrics: Any) -> Iterator[tuple[str, float]]:
 
 def _finite(value: float | None) -> float | None:
     """The value in six digits, as those of training are kept; None if it is not finite."""
+    if value is None:
+        return None
     try:
-        number = float(f"{float('nan') if value is None else value:.6g}")
+        number = float(f"{value:.6g}")
     except OverflowError:
         return None
     return number if math.isfinite(number) else None

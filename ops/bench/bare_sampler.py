@@ -24,7 +24,8 @@ from app.domain.ops import LoraSpec
 from app.domain.sampling import SampleRequest
 from app.settings import BaseModelSettings
 from ops.bench import batches, side, timing
-from workers.backends.sampling.base import SamplerBackend, create
+from workers.backends.sampling.backends import create
+from workers.backends.sampling.base import SamplerBackend
 from workers.models import lora, peft_files
 
 PROMPTS, SAMPLES, TOKENS = 16, 4, 64

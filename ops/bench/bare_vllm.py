@@ -19,6 +19,7 @@ from transformers import AutoConfig
 from app.settings import BaseModelSettings
 from ops.bench import side, timing
 from ops.bench.bare_sampler import requests, write_adapters
+from workers.backends.sampling.vllm import checks
 from workers.backends.sampling.vllm import engine as vllm_engine
 from workers.backends.sampling.vllm.arguments import engine_args
 from workers.models import base_model
@@ -29,7 +30,7 @@ Samples = dict[str, list[float]]
 def prepare() -> Callable[[int], Samples]:
     """Returns measure(count): ms of the prompts with four samples each, and of one call with as many single samples."""
     settings = BaseModelSettings.model_validate_json(sys.argv[1])
-    vllm_engine.check_install()
+    checks.check_install()
     vllm_engine.set_environment(settings)
     from vllm import LLM
     from vllm.lora.request import LoRARequest

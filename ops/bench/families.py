@@ -33,7 +33,7 @@ from app.settings import BaseModelSettings, SamplerSettings, TrainerSettings
 from ops.bench import batches, models, side, timing
 from ops.bench.bare_trainer import BareTrainer
 from ops.bench.report import Goal, Outcome
-from workers.backends.sampling.base import create
+from workers.backends.sampling.backends import create
 
 _ROUNDS = 7
 _ROWS, _LENGTH = 8, 256

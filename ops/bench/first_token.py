@@ -20,7 +20,7 @@ from app.settings import BaseModelSettings
 from ops.bench import batches, models, servers, side, timing
 from ops.bench.client import Client
 from ops.bench.report import Goal, Outcome
-from workers.backends.sampling.base import create
+from workers.backends.sampling.backends import create
 
 _GOAL_MS = 15.0
 # A step this small gains nothing from a second thread, which would take the API's core on a two-core machine.

@@ -19,7 +19,7 @@ import numpy as np
 from app import ids
 from app.domain.records import Model
 from app.domain.results import Result
-from app.services.tenants.access import project_of
+from app.services.tenants.authentication import project_of
 from app.settings import hash_key
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog

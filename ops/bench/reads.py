@@ -26,7 +26,7 @@ from app import settings as settings_module
 from app.domain.records import Checkpoint
 from app.domain.results import Result
 from app.settings import SETTINGS_VARIABLE
-from app.stack import checks
+from app.stack import ports
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
@@ -76,7 +76,7 @@ def _bare(api: servers.Api) -> servers.Api:
 def _with(api: servers.Api, **options: int) -> servers.Api:
     """The same API on another port, with these settings of its section."""
     settings = tomllib.loads(api.settings_file.read_text())
-    settings["api"] |= {"port": checks.free_port("127.0.0.1", 0), **options}
+    settings["api"] |= {"port": ports.free_port("127.0.0.1", 0), **options}
     file = api.settings_file.with_name(f"settings-{settings['api']['port']}.toml")
     file.write_text(tomli_w.dumps(settings))
     command = replace(api.command, environ={SETTINGS_VARIABLE: str(file)})

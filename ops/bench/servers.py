@@ -19,7 +19,7 @@ import tomli_w
 from app import settings as settings_module
 from app.domain.records import BaseModelInfo, Worker
 from app.settings import BaseModelSettings, Settings, hash_key
-from app.stack import checks, up, valkey
+from app.stack import ports, up, valkey
 from app.stack.child import Child, Command, end_with
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords, dump, load
@@ -111,7 +111,7 @@ class Api:
 @contextmanager
 def prepared_api(folder: Path, info: BaseModelInfo, poll_capacity: int | None = None) -> Iterator[Api]:
     """A Valkey server, and settings for an API on it that sees a trainer for the base model of `info`."""
-    redis_port, password = checks.free_port("127.0.0.1", 0), "bench"
+    redis_port, password = ports.free_port("127.0.0.1", 0), "bench"
     config = folder / "valkey.conf"
     command = valkey.command("valkey", folder, config, redis_port, password, valkey.DURABLE)
     server = Child(command, folder / "valkey.log")
@@ -144,7 +144,7 @@ def _api(folder: Path, redis_url: str, base: str, api: Mapping[str, int]) -> Api
         "api_keys": [hash_key(API_KEY)],
         "url_secret": "bench",
         "redis": {"url": redis_url},
-        "api": {"port": checks.free_port("127.0.0.1", 0), **api},
+        "api": {"port": ports.free_port("127.0.0.1", 0), **api},
         "base_models": [{"name": base, "path": str(folder)}],
     }
     file = folder / "settings.toml"

@@ -32,7 +32,7 @@ from tests.parity.datums import batch, data, supervised
 from workers.backends.training import backends
 from workers.backends.training.base import BackendOp, Create
 from workers.backends.training.engine import HiddenStates
-from workers.backends.training.full_state import FullFinetuneState
+from workers.backends.training.states.full import FullFinetuneState
 from workers.backends.training.trainer import Trainer
 from workers.models import base_model, experts, lora
 from workers.models.tensor_parallel import SplitLayers

@@ -30,7 +30,7 @@ from tests.conformance.training_ranks import (
 )
 from workers.backends.training import backends, ranks
 from workers.backends.training.base import Create, Load
-from workers.backends.training.full_state import FullFinetuneState
+from workers.backends.training.states.full import FullFinetuneState
 from workers.backends.training.trainer import Trainer
 from workers.models.full_weights import tensors_in
 

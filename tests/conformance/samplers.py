@@ -20,7 +20,8 @@ from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.errors import ServerOpError
 from app.settings import BaseModelSettings, SamplerSettings
 from tests.models import VOCAB_SIZE
-from workers.backends.sampling.base import SamplerBackend, create
+from workers.backends.sampling.backends import create
+from workers.backends.sampling.base import SamplerBackend
 
 BACKENDS = {
     "transformers": SamplerSettings(backend="transformers", max_batch=16, max_loras=2),

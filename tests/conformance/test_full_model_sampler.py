@@ -20,7 +20,8 @@ from app.errors import OpError, ServerOpError, UserOpError
 from app.settings import BaseModelSettings
 from tests.conformance.samplers import BACKENDS, CONTEXT, PROMPTS, Reference, ask, one, tokens_of
 from tests.models import tiny_qwen3
-from workers.backends.sampling.base import Aborted, RequestHandle, SamplerBackend, create
+from workers.backends.sampling.backends import create
+from workers.backends.sampling.base import Aborted, RequestHandle, SamplerBackend
 from workers.backends.sampling.vllm.backend import VllmSampler
 from workers.process.fair_queue import FairQueue
 from workers.process.gpu_turns import GpuTurns, SamplerInTurns

@@ -14,7 +14,8 @@ from app.settings import BaseModelSettings
 from tests import packed_checkpoints
 from tests.conformance.samplers import BACKENDS, CONTEXT, PROMPTS, Reference, make_reference, one
 from tests.models import tiny_qwen3
-from workers.backends.sampling.base import SamplerBackend, create
+from workers.backends.sampling.backends import create
+from workers.backends.sampling.base import SamplerBackend
 from workers.models.full_weights import write_dequantized
 
 
@@ -40,7 +41,7 @@ def settings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="module")
 def reference(settings: BaseModelSettings, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder: Path = tmp_path_factory.mktemp("dequantised")
-    write_dequantized(settings, folder)
+    write_dequantized(settings, "float32", folder)
     return make_reference(folder)
 
 

@@ -30,7 +30,7 @@ from workers.backends.training import backends, ranks
 from workers.backends.training.base import Create, Load
 from workers.backends.training.batch_ops import Job
 from workers.backends.training.passes import Pass
-from workers.backends.training.state import AdapterModels, AdapterState
+from workers.backends.training.states.adapter import AdapterModels, AdapterState
 from workers.backends.training.trainer import Trainer
 
 BUDGET = 20_000

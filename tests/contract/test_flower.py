@@ -17,7 +17,7 @@ import pytest
 import requests
 import tinker
 
-from app.services.tenants.access import project_of
+from app.services.tenants.authentication import project_of
 from tests.contract.data import ADAM, datum, sentences, supervised
 from tests.contract.stack import API_KEY, BASE, Stack, running
 from tests.contract.test_listening import listening

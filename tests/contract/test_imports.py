@@ -18,7 +18,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from app.services.tenants.access import project_of
+from app.services.tenants.authentication import project_of
 from tests.contract.data import ADAM, datum, logprobs, sentences, supervised
 from tests.contract.stack import API_KEY, BASE, Stack
 from tests.models import tiny_qwen3

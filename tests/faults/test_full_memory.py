@@ -21,7 +21,7 @@ from app.stores.redis.records import dump
 from app.stores.redis.types import Lease
 from tests.servers import start_valkey
 from tests.unit.app.conftest import BASE, KEY, Api, add_worker, batch
-from workers.maintenance.leader import PayloadSpilling
+from workers.maintenance.spilling import PayloadSpilling
 
 MAX_MEMORY = 24 * 2**20
 SOFT = EngineSettings().memory_share

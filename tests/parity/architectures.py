@@ -136,7 +136,7 @@ _INKLING_TOWERS = {
 }
 
 # transformers' name of the configuration without "Config", and the fields that make it differ from its neighbours.
-# "(unlisted)": workers/backends/training/lm_head.py does not list it, so it is padded and its logits are whole.
+# "(unlisted)": workers/backends/training/architectures.py does not list it, so it is padded and its logits are whole.
 CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, tied head": ("Llama", {"tie_word_embeddings": True}),
@@ -200,11 +200,11 @@ OTHERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("Roberta", {}),
 }
 
-VLLM_ALWAYS = ("olmo3", "gemma3")
+VLLM_ALWAYS = ("olmo3", "gemma3", "gemma4")
 """The cases that the tests run in vLLM every time: a start takes 20 s and more on two free cores."""
 VLLM = (
     *(*VLLM_ALWAYS, "llama", "mistral, window", "phi3", "granite", "olmo2", "gemma2", "cohere", "gemma"),
-    *("smollm3", "gemma4"),
+    "smollm3",
 )
 """The cases that `make families` runs in vLLM's CPU build, with and without an adapter."""
 VLLM_FULL = ("qwen3-moe", "glm4-moe")

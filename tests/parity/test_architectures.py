@@ -16,8 +16,8 @@ from tests.parity import architectures
 from tests.parity.datums import batch, supervised
 from tests.parity.reference import Reference, relative_error
 from tests.parity.training import STEP, open_trainer, run
+from workers.backends.training.architectures import ARCHITECTURES
 from workers.backends.training.base import Create
-from workers.backends.training.lm_head import ARCHITECTURES
 
 LENGTHS = (23, 7, 40, 2, 31, 7)
 # Their merged models are compared in fp64: the gated delta rule's rounding alone differs by 1.5e-5 in fp32.

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from app.services.openai.tokenizer import for_template, read
+from app.services.openai.chat_templates import for_template
+from app.services.openai.tokenizer import read
 from tests.tokenizers import BEGIN, END, PLAIN, WITH_TOOLS, byte_tokenizer
 
 SAYS = "{% for message in messages %}<|im_start|>{{ message['role'] }}: {{ message['content'] | trim }}\n{% endfor %}"

@@ -15,7 +15,7 @@ from tests.conformance.samplers import BACKENDS
 from tests.models import byte_tokenizer
 from tests.parity import architectures
 from tests.parity.test_sampled_architectures import SPEC, compare, forward, sampled
-from workers.backends.sampling.base import create
+from workers.backends.sampling.backends import create
 from workers.backends.training import backends
 from workers.backends.training.base import Create
 from workers.backends.training.trainer import Trainer

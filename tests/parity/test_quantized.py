@@ -16,7 +16,7 @@ from tests.parity import architectures
 from tests.parity.datums import batch, supervised
 from tests.parity.reference import Reference, relative_error
 from tests.parity.training import open_trainer, state
-from workers.backends.sampling.base import create
+from workers.backends.sampling.backends import create
 from workers.backends.training import backends
 from workers.backends.training.base import Create
 from workers.backends.training.trainer import Trainer

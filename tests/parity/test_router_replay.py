@@ -26,7 +26,7 @@ from tests.parity.datums import Datum, batch, supervised
 from tests.parity.reference import relative_error
 from tests.parity.test_images import IMAGES, LENGTHS, SeeingReference, datums
 from tests.parity.training import open_trainer, reference_of, run, state
-from workers.backends.sampling.base import create
+from workers.backends.sampling.backends import create
 from workers.backends.training.base import Create
 from workers.backends.training.trainer import Trainer
 

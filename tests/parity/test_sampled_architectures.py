@@ -15,7 +15,8 @@ from tests.models import byte_tokenizer
 from tests.parity import architectures
 from tests.parity.datums import batch, supervised
 from tests.parity.training import open_trainer, run
-from workers.backends.sampling.base import SamplerBackend, create
+from workers.backends.sampling.backends import create
+from workers.backends.sampling.base import SamplerBackend
 from workers.backends.training.base import Create
 from workers.backends.training.trainer import Trainer
 

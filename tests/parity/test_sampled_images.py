@@ -23,7 +23,8 @@ from tests.models import byte_tokenizer
 from tests.parity.test_sampled_architectures import trained
 from tests.parity.training import run
 from tests.pictures import PLACEHOLDER, image
-from workers.backends.sampling.base import SamplerBackend, create
+from workers.backends.sampling.backends import create
+from workers.backends.sampling.base import SamplerBackend
 from workers.backends.sampling.transformers.batch import RunningBatch
 from workers.backends.training.trainer import Trainer
 

@@ -12,8 +12,8 @@ from app.domain.ops import Batch, ForwardBackward, LoraSpec, Ragged
 from app.domain.sampling import SampleRequest
 from app.settings import BaseModelSettings, SamplerSettings
 from tests.parity.training import run
+from workers.backends.sampling.backends import create as create_sampler
 from workers.backends.sampling.base import SamplerBackend
-from workers.backends.sampling.base import create as create_sampler
 from workers.backends.training.trainer import Trainer
 
 # Prompts of mixed lengths, and every sampling parameter: in each case the logprobs are the model's own.

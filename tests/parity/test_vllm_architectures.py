@@ -17,8 +17,8 @@ from tests.conformance.samplers import BACKENDS
 from tests.models import VOCAB_SIZE, byte_tokenizer
 from tests.parity import architectures
 from tests.parity.test_sampled_architectures import SPEC, check, compare, sampled, trained
-from workers.backends.sampling.base import create
-from workers.backends.sampling.vllm import engine
+from workers.backends.sampling.backends import create
+from workers.backends.sampling.vllm import checks
 from workers.backends.training.base import Create
 from workers.models import target_modules
 
@@ -35,6 +35,12 @@ def settings(base: Path) -> BaseModelSettings:
     return BaseModelSettings(
         name="tiny", path=str(base), dtype="float32", max_context=256, max_rank=8, sampler=BACKENDS["vllm"]
     )
+
+
+@pytest.fixture(autouse=True)
+def values_that_are_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4's layer of full attention has no v_proj."""
+    monkeypatch.setitem(architectures.CASES["gemma4"][1], "attention_k_eq_v", True)
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +81,7 @@ def test_vllm_serves_adapters_on_the_linears_that_its_arguments_name(
     byte_tokenizer().save_pretrained(base)
     sampler = create(settings(base))
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "check_experts", lambda *_: None)
+        patch.setattr(checks, "check_experts", lambda *_: None)
         patch.setattr(target_modules, "has_experts", lambda _: True)
         assert sampler.open().trainable_groups == ("attn", "unembed")
     trainer = trained(base, tmp_path / "adapter", replace(SPEC, train_mlp=False))

@@ -5,16 +5,21 @@ The other files here compare plain torch's, and tests/conformance two ranks with
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from app.domain.ops import ForwardBackward
+from app.domain.ops import ForwardBackward, LoraSpec
+from tests import packed_checkpoints
+from tests.parity import architectures
 from tests.parity.datums import batch, data, supervised
 from tests.parity.reference import Reference, relative_error
 from tests.parity.training import LENGTHS, LOSSES, STEP, apply, open_trainer, reference_of, run
+from workers.backends.training.base import Create
 from workers.backends.training.trainer import Trainer
 
 
@@ -53,3 +58,20 @@ def test_three_steps_stay_with_the_reference(
         assert norm == pytest.approx(twin.step(asdict(STEP.params)), rel=1e-3)
     ends = (reference_of(trainer, model, base, tmp_path / "end").weights(), twin.weights())
     assert relative_error(*({name: end[name] - start[name] for name in start} for end in ends)) < 1e-3
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_base_published_in_mxfp4_trains_as_its_numbers_do(stage: int, tmp_path: Path) -> None:
+    """DeepSpeed views parameters as bytes, which must be contiguous."""
+    plain = architectures.build("gpt-oss", tmp_path / "plain")
+    packed = Path(shutil.copytree(plain, tmp_path / "packed"))
+    stored = load_file(plain / "model.safetensors") | packed_checkpoints.mxfp4(packed)
+    numbers = {name: tensor.contiguous() for name, tensor in stored.items()}
+    save_file(numbers, plain / "model.safetensors", metadata={"format": "pt"})
+    step = ForwardBackward(batch(supervised(0, LENGTHS)), "cross_entropy")
+    found, wanted = (open_trainer(packed, zero_stage=stage), open_trainer(plain))
+    for trainer in (found, wanted):
+        apply(trainer, "m", Create(LoraSpec(rank=4, seed=1)))
+    losses = [run(trainer, "m", step).metrics["loss:sum"] for trainer in (found, wanted)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert relative_error(found.gradients("m"), wanted.gradients("m")) < 1e-5

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from app.demo import model
-from app.demo.run import running_parts
+from app.demo.run import running_stack
 from tests.contract.stack import API_KEY, running
 from tests.recipes import defaults, programs
 from tests.recipes.data import lay_out
@@ -43,7 +43,7 @@ def _defaults(folder: Path) -> int:
 
 
 def _recipes(folder: Path) -> int:
-    with running_parts(folder / "server") as stack:
+    with running_stack(folder / "server") as stack:
         print(f"logs in {folder / 'work'}", flush=True)
         code = run("programs", stack.url, stack.api_key, [model.NAME, "long"], lay_out(folder / "work"))
     for name, metric in programs.METRICS.items():

@@ -4,10 +4,9 @@ One thread writes to the disk, from which a restart reads it. Another thread upl
 pointer, which makes it durable. So training waits for neither, and a store that is away does not delay the writes to
 the disk.
 
-Snapshots on this machine's disk lie in `<root>/<model>/<seq>-<epoch>/`; each is complete or absent.
-
-They outlive the process, so that a restart needs no object store. A snapshot is valid because it is taken only after a
-commit. Its epoch separates an owner's snapshots from those of its successor; no owner touches a newer one than its own.
+Snapshots on this machine's disk lie in `<root>/<model>/<seq>-<epoch>/`; each is complete or absent. They outlive the
+process, so that a restart needs no object store. A snapshot is valid because it is taken only after a commit. Its epoch
+separates an owner's snapshots from those of its successor; no owner touches a newer one than its own.
 """
 
 from __future__ import annotations
@@ -207,7 +206,7 @@ class SnapshotFolder:
     def write(self, model_id: str, seq: int, epoch: int, fill: Callable[[Path], None], size: int = 0) -> LocalSnapshot:
         """Writes a snapshot with the files that `fill` creates, of about `size` bytes, and flushes it; an existing one
         stays. Raises OSError, and Unavailable when it would not leave `least_free` bytes free."""
-        target = self._of(model_id) / f"{seq}-{epoch}"
+        target = self._folder_of(model_id) / f"{seq}-{epoch}"
         if not target.is_dir():
             unfinished = target.parent / f".{self.node}"
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -260,18 +259,18 @@ class SnapshotFolder:
         shutil.rmtree(local.path, ignore_errors=True)
 
     def forget(self, model_id: str) -> None:
-        shutil.rmtree(self._of(model_id), ignore_errors=True)
+        shutil.rmtree(self._folder_of(model_id), ignore_errors=True)
 
     def models(self) -> list[str]:
         """Ids of the models that have a folder here."""
         return sorted(path.name for path in self.root.iterdir()) if self.root.is_dir() else []
 
-    def _of(self, model_id: str) -> Path:
+    def _folder_of(self, model_id: str) -> Path:
         return self.root / check_key(model_id)
 
     def _all(self, model_id: str) -> list[LocalSnapshot]:
         try:
-            paths = list(self._of(model_id).iterdir())
+            paths = list(self._folder_of(model_id).iterdir())
         except FileNotFoundError:
             return []
         return [LocalSnapshot(int(m[1]), int(m[2]), path) for path in paths if (m := _NAME.fullmatch(path.name))]

@@ -152,7 +152,7 @@ class Snapshots:
 
         A state that ran ahead of its commits is not the state after `entry`: the snapshot waits for the next step.
         """
-        model_id = resident.lease.model_id
+        model_id = resident.model_id
         track = self._track(model_id)
         track.ops += 1
         if not failed:
@@ -167,7 +167,7 @@ class Snapshots:
         if not stepped and track.ops < _MOST_OPS and track.passes < _MOST_PASSES:
             return False
         is_long = track.total - track.taken > self._journal_bytes
-        if not is_long and (time.monotonic() < track.next or not self._pipeline.ready(resident.lease.model_id)):
+        if not is_long and (time.monotonic() < track.next or not self._pipeline.ready(resident.model_id)):
             return False
         return resident.accumulation == GradAccumulation() or self._all_read_gradients()
 
@@ -187,7 +187,7 @@ class Snapshots:
         No snapshot is taken while few gradients are pending, which are quickly replayed, or Ops ran ahead of their
         commit.
         """
-        model_id = resident.lease.model_id
+        model_id = resident.model_id
         track = self._track(model_id)
         if track.unsaved and resident.accumulation == GradAccumulation() and not resident.uncommitted:
             self._take(resident, track, at_once=True)
@@ -230,7 +230,7 @@ class Snapshots:
         return self._tracks.setdefault(model_id, Track.begun(self._rest_s))
 
     def _take(self, resident: Resident, track: Track, *, at_once: bool) -> None:
-        model_id = resident.lease.model_id
+        model_id = resident.model_id
         started = time.monotonic()
         try:
             write = self._saver.backend.capture(model_id, optimizer=True, gradients=True)

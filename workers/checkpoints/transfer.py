@@ -133,9 +133,16 @@ def is_there(store: ObjectStore, prefix: str) -> bool:
 
 
 def read_manifest(store: ObjectStore, prefix: str) -> Manifest:
-    """Reads the manifest at `prefix`. Raises NotFound when no checkpoint was committed there, ServerOpError when its
-    manifest cannot be understood."""
-    return fetch_manifest(store, f"{prefix}/{MANIFEST}")
+    """Reads the manifest at `prefix`. Raises NotFound when no checkpoint was committed there, Unavailable; and
+    ServerOpError when the manifest cannot be understood in any of several reads."""
+    key = f"{prefix}/{MANIFEST}"
+    failure: Unavailable | ServerOpError = Unavailable()
+    for _ in _tries():
+        try:
+            return _parse_manifest(store.read(key), key)
+        except (Unavailable, ServerOpError) as error:
+            failure = error
+    raise failure
 
 
 def seal(folder: Path, manifest: Manifest, name: str = MANIFEST) -> None:
@@ -146,7 +153,7 @@ def seal(folder: Path, manifest: Manifest, name: str = MANIFEST) -> None:
 def manifest_in(folder: Path, name: str = MANIFEST) -> Manifest:
     """Reads the manifest in a local folder. Raises ServerOpError when it cannot be understood, OSError when it cannot
     be read."""
-    return parse_manifest((folder / name).read_bytes(), f"in {folder}")
+    return _parse_manifest((folder / name).read_bytes(), f"in {folder}")
 
 
 def transferred(folder: Path) -> Manifest:
@@ -298,19 +305,7 @@ def fetch_file(store: ObjectStore, key: str, target: Path, expected: FileEntry) 
     raise failure
 
 
-def fetch_manifest(store: ObjectStore, key: str) -> Manifest:
-    """Fetches a manifest. Raises NotFound, Unavailable; ServerOpError when it cannot be understood in any of several
-    reads."""
-    failure: Unavailable | ServerOpError = Unavailable()
-    for _ in _tries():
-        try:
-            return parse_manifest(store.read(key), key)
-        except (Unavailable, ServerOpError) as error:
-            failure = error
-    raise failure
-
-
-def parse_manifest(data: bytes, name: str) -> Manifest:
+def _parse_manifest(data: bytes, name: str) -> Manifest:
     """Parses a manifest. Raises ServerOpError when it cannot be understood."""
     try:
         return Manifest.from_json(data)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,46 +18,19 @@ import pyrage
 from app import ids
 from app.domain.checkpoints import ENCRYPTED, UNHASHED, CheckpointPrefix, Expiry, Manifest
 from app.domain.ops import LoraSpec, SaveWeights
-from app.domain.progress import Point
 from app.domain.records import Checkpoint, Model, Sampler, ShmTransfer
-from app.domain.results import SAVED, Result, Usage
-from app.errors import NotFound, OpError, Unavailable, UserOpError, WeightsOverflow
+from app.domain.results import SAVED
+from app.errors import NotFound, Unavailable, UserOpError
 from app.stores.disk import Disk
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.records import RedisRecords, dump
-from app.stores.redis.types import Entry, Lease, Write
+from app.stores.redis.types import Lease
 from app.wire import results
 from app.wire.recipients import age_recipient
 from workers.backends.training.base import TrainingBackend, Writer
 from workers.checkpoints import transfer
 from workers.checkpoints.shm_transfer import ShmTransfers
-
-
-@dataclass(frozen=True, slots=True)
-class OpResult:
-    """The result of running an Op. `failure` is empty for success. `after_commit` is to be called after the commit,
-    which stores `writes`, counts `usage` and adds `point` to the run's progress. An Op that `spoils` the model's state
-    has it discarded after the commit."""
-
-    result: Result
-    writes: Sequence[Write] = ()
-    after_commit: Callable[[], None] = lambda: None
-    usage: Usage = field(default_factory=dict)
-    point: Point | None = None
-    failure: str = ""
-    spoils: bool = False
-
-    @classmethod
-    def failed(cls, entry: Entry, error: OpError) -> OpResult:
-        failure = f"{entry.kind} seq {entry.seq} failed: {error}"
-        return cls(results.of_error(error), failure=failure, spoils=isinstance(error, WeightsOverflow))
-
-    def as_future(self) -> Future[OpResult]:
-        """This result as a future that is already done, for an Op with nothing to wait for."""
-        future: Future[OpResult] = Future()
-        future.set_result(self)
-        return future
-
+from workers.train.op_result import OpResult
 
 ProjectTtl = Callable[[str], int | None]
 """The TTL, in seconds, of a project's checkpoints that get none of their own."""
@@ -68,18 +40,6 @@ DeferredWrite = Callable[[], OpResult]
 
 _WITH_OPTIMIZER = "weights"
 _FOR_EVER = Expiry()
-
-
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """Yields a folder to write into. Raises Unavailable for a full disk: it passes, like a store that is away, and says
-    nothing about the model."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            yield Path(temporary)
-    except OSError as error:
-        raise Unavailable(f"the weights cannot be written: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +206,18 @@ class Saver:
         if model is None:
             raise NotFound(f"model {model_id!r} does not exist")
         return model
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Yields a folder to write into. Raises Unavailable for a full disk: it passes, like a store that is away, and says
+    nothing about the model."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            yield Path(temporary)
+    except OSError as error:
+        raise Unavailable(f"the weights cannot be written: {error.strerror or error}") from error
 
 
 def encrypt(folder: Path, recipients: Iterable[str]) -> None:

@@ -77,20 +77,11 @@ class EphemeralAdapters:
         started = time.monotonic()
         if started < self._next:
             return
-        runs, openai, over = self._samplers()
-        models = dict(self._records.read(Model.namespace, list(runs)))
-        sizes: Counter[str] = Counter()
-        given_up: list[Adapter] = []
-        for model_id, adapters in runs.items():
-            gone = set(self._give_up(model_id, models[model_id], adapters))
-            given_up += [adapter for adapter in adapters if adapter.sampler_id in gone]
-            for adapter in adapters:
-                if adapter.sampler_id not in gone:
-                    sizes.update(dict.fromkeys(_payers(adapter, models[model_id]), adapter.size))
-        self._lifecycle.count_adapters(sizes)
+        runs, openai, obsolete = self._samplers()
+        given_up = self._give_up_and_count(runs)
         if ended := self._lifecycle.end_unused_samplers(openai):
             log.info("ended %d unused samplers of OpenAI-compatible calls", ended)
-        if ended := self._lifecycle.end_unused_samplers(over, copies=False):
+        if ended := self._lifecycle.end_unused_samplers(obsolete, copies=False):
             log.info("removed %d sampling sessions of adapters that were deleted long ago", ended)
         self._delete(given_up)
         self._next = time.monotonic() + max(_PERIOD_S, _PAUSES * (time.monotonic() - started))
@@ -99,7 +90,9 @@ class EphemeralAdapters:
         """The adapters of each run, the newest first, the samplers of OpenAI-compatible calls that name a save, and
         those of adapters that were given up long ago."""
         runs: defaultdict[str, list[Adapter]] = defaultdict(list)
-        openai, over, before = list[str](), list[str](), (self._records.now() - self._keep_s) * 1000
+        openai: list[str] = []
+        obsolete: list[str] = []
+        before = (self._records.now() - self._keep_s) * 1000
         for sampler_id, fields in self._records.list(Sampler.namespace):
             sampler = load(Sampler, fields)
             if adapter := Adapter.of(sampler_id, sampler, fields):
@@ -107,10 +100,25 @@ class EphemeralAdapters:
             elif _is_of_openai(sampler_id, sampler):
                 openai.append(sampler_id)
             elif not sampler.follows and "given_up" in fields and int(fields["given_up"]) < before:
-                over.append(sampler_id)
+                obsolete.append(sampler_id)
         for adapters in runs.values():
             adapters.sort(key=lambda adapter: (adapter.place.epoch, adapter.place.seq), reverse=True)
-        return runs, openai, over
+        return runs, openai, obsolete
+
+    def _give_up_and_count(self, runs: Mapping[str, Sequence[Adapter]]) -> Sequence[Adapter]:
+        """Gives up the old adapters of all runs, and counts the bytes of the others. Returns those given up."""
+        models = dict(self._records.read(Model.namespace, list(runs)))
+        sizes: Counter[str] = Counter()
+        given_up: list[Adapter] = []
+        for model_id, adapters in runs.items():
+            gone = set(self._give_up(model_id, models[model_id], adapters))
+            for adapter in adapters:
+                if adapter.sampler_id in gone:
+                    given_up.append(adapter)
+                else:
+                    sizes.update(dict.fromkeys(_payers(adapter, models[model_id]), adapter.size))
+        self._lifecycle.count_adapters(sizes)
+        return given_up
 
     def _give_up(self, model_id: str, model: Mapping[str, str], adapters: Sequence[Adapter]) -> Sequence[str]:
         """Gives up what is old and not in use. Returns the sampling sessions.

@@ -1,23 +1,15 @@
-"""Loads a base model with transformers, for trainers and the transformers sampler, and explains a failure.
-
-A model or tokenizer that cannot be loaded gives an error of one line: which model, from where, why, and what to do.
-
-transformers raises errors of any type, and some contain paragraphs of advice that does not apply here.
-"""
+"""Loads a base model with transformers, for trainers and the transformers sampler, and describes it."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, DeepseekV3Config
@@ -35,20 +27,11 @@ from workers.models.images import ImageReader, reader_of
 from workers.models.loading import rope
 from workers.models.loading.quantized import QuantizeOnLoad
 from workers.models.loading.sharded import ShardOnLoad, Split
+from workers.models.loading.source import explained, local_path
 from workers.models.lora import shapes, targets
 from workers.models.target_modules import has_experts, left_out, undecided
 
-_SHOWN_CHARACTERS = 300
 _SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2")
-_PLAIN = {
-    "trust_remote_code": "it needs Python code from its repository, and Tinsmith runs no such code",
-    "ignore_mismatched_sizes": "its weights do not have the shapes that its config.json gives",
-    "does not recognize this architecture": "the installed transformers does not know its architecture",
-    "for this kind of AutoModel": "its architecture does not generate text",
-    "key in its config.json": "its config.json names no model_type",
-    "no file named model.safetensors": "there is no model.safetensors in it, and other formats are not read",
-    "not appear to have a file named model.safetensors": "it has no model.safetensors, and other formats are not read",
-}
 
 
 class _KimiK2Config(DeepseekV3Config):  # type: ignore[misc]
@@ -88,7 +71,7 @@ class LoadedBase:
 
 
 def load(settings: BaseModelSettings, device: torch.device | None = None, split: Split | None = None) -> LoadedBase:
-    """Loads a local folder or a hub id onto `device` (default: the first GPU, else the CPU).
+    """Loads a local folder or a hub id onto `device`, or the default one.
 
     With `split`, each parameter is split over ranks when it is read, except as ShardOnLoad says.
 
@@ -99,7 +82,7 @@ def load(settings: BaseModelSettings, device: torch.device | None = None, split:
     settings.check_quantized()
     # cuDNN computes convolutions of fp32 in TF32 by default: on an H100, logprobs after an image were 1e-4 away.
     torch.backends.cudnn.allow_tf32 = False
-    device = device or torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = device or default_device()
     dtype = choose_dtype(settings.dtype, device)
     with explained(settings):
         model = _from_pretrained(settings, dtype, _quantizer(settings, dtype, device, split))
@@ -241,6 +224,11 @@ def _attention(config: Any) -> str:
     return "sdpa" if has_sdpa and not capped else "eager"
 
 
+def default_device() -> torch.device:
+    """The first GPU, else the CPU."""
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """The dtype of computation that a setting of this name means on `device`; with quantised weights, that of auto."""
     if name in ("float32", "bfloat16"):
@@ -319,82 +307,3 @@ def check_adaptable(settings: BaseModelSettings) -> Adaptable:
             "experts, which are most of its weights, have a layout that is not quantised; set dtype to auto"
         )
     return Adaptable(left_out(model, adapted), shapes(model))
-
-
-def local_path(path: str) -> str:
-    """A folder's path with ~ resolved; a hub id is returned unchanged."""
-    return str(Path(path).expanduser())
-
-
-@contextmanager
-def explained(settings: BaseModelSettings, *, tokenizer: bool = False) -> Iterator[None]:
-    """Raises SetupError when the block cannot load the base model, or its tokenizer. An out-of-memory error may pass,
-    so it is raised unchanged."""
-    source = settings.tokenizer or settings.path if tokenizer else settings.path
-    what = f"the tokenizer of base model {settings.name!r}" if tokenizer else f"base model {settings.name!r}"
-    is_there = Path(local_path(source)).exists()
-    if source.startswith(("/", "./", "../", "~")) and not is_there:
-        raise SetupError(f"{what}: there is no folder {source!r}; correct its path")
-    try:
-        if is_there:
-            _check_readable(Path(local_path(source)))
-        yield
-    except SetupError:
-        raise
-    except Exception as error:
-        if ran_out_of_memory(error):
-            raise
-        if is_there:
-            raise SetupError(f"{what} cannot be loaded from {source!r}: {_cause(error)}") from error
-        raise SetupError(
-            f"{what} cannot be loaded from {source!r} on the Hugging Face hub: {_cause(error)}; or give a local "
-            f"folder: {_local_form(settings, tokenizer=tokenizer and bool(settings.tokenizer))}"
-        ) from error
-
-
-def _check_readable(folder: Path) -> None:
-    """Raises PermissionError for a file that may not be read; safetensors would call it missing."""
-    for file in folder.glob("*"):
-        if not file.is_dir() and not os.access(file, os.R_OK):
-            raise PermissionError(
-                f"user {os.getuid()} cannot read {file.name}; correct its permissions, or replace a link by the file "
-                "itself"
-            )
-
-
-def _local_form(settings: BaseModelSettings, *, tokenizer: bool) -> str:
-    return 'tokenizer = "/path/to/folder"' if tokenizer else f"--base-model {settings.name}=/path/to/folder"
-
-
-def _cause(error: Exception) -> str:
-    chain = list(_chain(error))
-    for index, each in enumerate(chain):
-        if isinstance(each, GatedRepoError):
-            return "it is gated: ask for access there, and set HF_TOKEN to a token that has it"
-        if isinstance(each, RepositoryNotFoundError):
-            return "there is no such model, or it is private and HF_TOKEN may not read it"
-        if isinstance(each, LocalEntryNotFoundError):
-            return _away(chain[index + 1 :])
-    text = " ".join(str(error).split())
-    for marker, said in _PLAIN.items():
-        if marker in text:
-            return said
-    return _shown(error) if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {_shown(error)}"
-
-
-def _away(reasons: list[BaseException]) -> str:
-    if not reasons:
-        return "HF_HUB_OFFLINE is set, and this machine's cache does not have it"
-    return f"the hub cannot be reached ({_shown(reasons[0])})"
-
-
-def _shown(error: BaseException) -> str:
-    """The error's text in one line of limited length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

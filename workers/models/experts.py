@@ -211,21 +211,14 @@ class _Rows:
         path = module.lora_path
         owners = [adapter if adapter is not None and path in adapter.pairs else None for adapter, _ in segments]
         self.adapters = list(dict.fromkeys(owners)) or [None]
-        kinds, count, device = len(self.adapters), module.num_experts, chosen.device
-        group = chosen.reshape(-1)
+        kinds, device = len(self.adapters), chosen.device
         own: range | None = getattr(module, _KEPT, None)
-        if own is not None:
-            group = torch.where((group >= own.start) & (group < own.stop), group - own.start, len(own))
-            count = len(own) + 1
-        group = group * kinds
-        if kinds > 1:
-            unit = len(group) // sum(share for _, share in segments)
-            shares = moved(torch.tensor([share * unit for _, share in segments]), device)
-            numbers = moved(torch.tensor([self.adapters.index(owner) for owner in owners]), device)
-            group = group + numbers.repeat_interleave(shares, output_size=len(group))
-        group, choices = torch.sort(group, stable=True)
+        computed = kinds * (module.num_experts if own is None else len(own))
+        shares = [share for _, share in segments]
+        group, choices = torch.sort(self._groups(chosen.reshape(-1), own, owners, shares), stable=True)
         # In the place of torch.bincount, for which the host waits.
-        ends = torch.searchsorted(group, torch.arange(count * kinds, device=device), right=True)
+        count = computed if own is None else computed + kinds
+        ends = torch.searchsorted(group, torch.arange(count, device=device), right=True)
         rows = torch.arange(len(group), device=device)
         tokens = choices // chosen.shape[1]
         unused: Tensor | None = None
@@ -240,13 +233,26 @@ class _Rows:
             ends = sizes.cumsum(0)
         self.tokens, self.places = tokens, torch.empty_like(choices).index_copy(0, choices, rows).view_as(chosen)
         self.experts, self.kinds = group // kinds, group % kinds
-        computed = len(ends) if own is None else len(own) * kinds
         if own is not None:
             others = group >= computed
             unused = others if unused is None else others | unused
         self._unused = unused
         self.ends = ends[:computed].to(torch.int32)
         self.expert_ends = self.ends[kinds - 1 :: kinds].contiguous()
+
+    def _groups(self, chosen: Tensor, own: range | None, owners: Sequence[Any], shares: Sequence[int]) -> Tensor:
+        """Returns the group of each choice [choices]: by expert, the module's own ones first, and then by adapter.
+
+        `owners`: the adapter of each segment; `shares`: the segments' tokens, or rows of equally many tokens.
+        """
+        if own is not None:
+            chosen = torch.where((chosen >= own.start) & (chosen < own.stop), chosen - own.start, len(own))
+        if len(self.adapters) == 1:
+            return chosen
+        unit = len(chosen) // sum(shares)
+        counts = moved(torch.tensor([share * unit for share in shares]), chosen.device)
+        numbers = moved(torch.tensor([self.adapters.index(owner) for owner in owners]), chosen.device)
+        return chosen * len(self.adapters) + numbers.repeat_interleave(counts, output_size=len(chosen))
 
     def gathered(self, hidden: Tensor) -> Tensor:
         """Maps [tokens, width] to [rows, width]."""

@@ -89,13 +89,18 @@ def huggingface_writer(base: Any, tensors: Mapping[str, Tensor], dtype: torch.dt
     return Writer(write, sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize)
 
 
-def write_dequantized(settings: BaseModelSettings, folder: Path) -> None:
-    """Writes the weights of a quantised or packed base model as plain ones to `folder`, in the dtype it computes with,
-    for an engine that does not know the codes.
+def write_dequantized(settings: BaseModelSettings, dtype: str, folder: Path) -> None:
+    """Writes the weights of a quantised or packed base model as plain ones of `dtype` to `folder`, for an engine that
+    does not know the codes.
+
+    A packed model is unpacked in host memory, because its plain weights may not fit on a GPU.
 
     Raises SetupError when the base model cannot be loaded, and OSError when the disk is full.
     """
-    base = base_model.load(settings)
+    if settings.quantized:
+        base = base_model.load(settings)
+    else:
+        base = base_model.load(settings.model_copy(update={"dtype": dtype}), torch.device("cpu"))
     model = base.model
     tensors = {
         name: quantized.plain(weight).detach().cpu()

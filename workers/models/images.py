@@ -27,7 +27,7 @@ from workers.backends.failures import ran_out_of_memory
 FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """The model types of configurations whose models this module knows: M-RoPE positions, features from
 `get_image_features`, and with DeepStack further features for the first layers. Each has packed datums
-(workers/backends/training/lm_head.py)."""
+(workers/backends/training/architectures.py)."""
 
 
 @dataclass(frozen=True, slots=True)

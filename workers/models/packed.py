@@ -143,8 +143,8 @@ def _fp8(codes: Tensor, scales: Tensor, *, block: tuple[int, int] | None) -> Ten
 
 def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Blocks uint8 [experts, outputs, blocks, 16] and exponents uint8 [experts, outputs, blocks]: [experts, inputs,
-    outputs]."""
-    return (_fp4(blocks) * torch.exp2(scales.float() - 127)[..., None]).flatten(-2).mT
+    outputs]. They are contiguous, because DeepSpeed views parameters as bytes."""
+    return (_fp4(blocks) * torch.exp2(scales.float() - 127)[..., None]).flatten(-2).mT.contiguous()
 
 
 def _nvfp4(codes: Tensor, scales: Tensor, divisor: Tensor) -> Tensor:

@@ -62,8 +62,7 @@ class SplitLayers:
 
     def connect(self, model: nn.Module) -> None:
         """Makes the layers of `model`, split and then wrapped for adapters, add up with the other ranks' parts."""
-        entries = {path.rpartition(".")[0] for path, style in self._styles.items() if style == _COLUMNS}
-        for path in sorted(entries):
+        for path in sorted(_entries(self._styles)):
             model.get_submodule(path).register_forward_pre_hook(partial(_enter, self._group), with_kwargs=True)
         for path, style in self._styles.items():
             module: Any = model.get_submodule(path)
@@ -130,6 +129,15 @@ def _styles(model: Any) -> dict[str, str]:
     return {path: style for path, style in found.items() if style in (_COLUMNS, _ROWS, _EXPERTS)}
 
 
+def _entries(styles: Mapping[str, str]) -> set[str]:
+    """Returns the paths of the modules with column-wise linears, which share the module's input."""
+    return {_parent(path) for path, style in styles.items() if style == _COLUMNS}
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
 def _copies(model: nn.Module, path: str, size: int) -> int:
     """Returns how many of `size` ranks have the same part: of keys and values several, where there are fewer heads."""
     parent, _, name = path.rpartition(".")
@@ -151,17 +159,11 @@ def _unsplit(model: nn.Module, styles: Mapping[str, str]) -> str | None:
     times, and beside column-wise linears its input would."""
     adapted = [path for group, paths in lora.targets(model).items() if group != "unembed" for path in paths]
     whole = [path for path in map(experts.module_path, adapted) if path not in styles]
-    entries = {path.rpartition(".")[0] for path, style in styles.items() if style == _COLUMNS}
+    entries = _entries(styles)
     linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    whole += [path for path in linears if path.rpartition(".")[0] in entries and path not in styles]
     # A norm with a weight for each head, such as Cohere's.
-    whole += [
-        path.rpartition(".")[0]
-        for path, parameter in model.named_parameters()
-        if parameter.dim() > 1
-        and path.rpartition(".")[0].rpartition(".")[0] in entries
-        and path.rpartition(".")[0] not in styles
-    ]
+    with_matrices = [_parent(name) for name, parameter in model.named_parameters() if parameter.dim() > 1]
+    whole += [path for path in (*linears, *with_matrices) if _parent(path) in entries and path not in styles]
     return f"transformers has no plan that splits {whole[0]} as it needs" if whole else None
 
 

@@ -99,7 +99,7 @@ def _adapter_facts(adaptable: Adaptable) -> dict[str, Any]:
 
 
 def _start_sampler(parts: Parts, base: BaseModelSettings, queue: str, *, full: bool) -> Runtime:
-    from workers.backends.sampling.base import create
+    from workers.backends.sampling.backends import create
     from workers.backends.sampling.vllm.backend import VllmSampler
     from workers.models.base_model import check_adaptable
     from workers.models.loading import base_weights

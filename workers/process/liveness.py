@@ -4,8 +4,7 @@ Others see a record that expires when the worker dies, and its leases. A thread 
 GPU work cannot let them lapse.
 
 The worker itself has a watchdog: it exits when its own heartbeat task is not consumed in time. A Celery worker can be
-alive and receive no tasks ("deaf"): its consumer lost the broker and did not notice, or its task thread hangs. An idle
-sampler also samples a token now and then, as proof that its engine works.
+alive and receive no tasks ("deaf"): its consumer lost the broker and did not notice, or its task thread hangs.
 """
 
 from __future__ import annotations
@@ -16,21 +15,18 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import redis
 
 from app.dispatch import TickSender
 from app.domain.records import LAST_WORKERS, LATER_FACTS, READS_GRADIENTS, BaseModelInfo, Demand, Refusal, Worker
-from app.domain.sampling import SampleRequest
-from app.errors import NotReplicated, NoTurnYet, UserOpError
+from app.errors import NotReplicated
 from app.services.base_models import TRAINER_ROLES
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
-from workers.backends.sampling.base import SamplerBackend
 from workers.process import telemetry
 
 log = logging.getLogger(__name__)
@@ -40,8 +36,6 @@ LIFE_S = 15.0
 _LAST_BEAT_S = 2.0
 _AWAY_S = 1.0
 _TRIES_A_LEASE = 15
-
-_ONE_TOKEN = SampleRequest(np.zeros(1, np.int32), num_samples=1, max_tokens=1, seed=0, temperature=0.0)
 
 
 def worker_name(node: str) -> str:
@@ -320,17 +314,19 @@ class Watchdog:
         elif self.deaf_s() > 2 * self._healthy_s:
             self._end(f"nothing was done for {self.deaf_s():.0f} s, although tasks were dispatched to this worker")
         else:
-            self._send_tick_if_due(now)
+            self._check_broker(now)
 
-    def _send_tick_if_due(self, now: float) -> None:
+    def _check_broker(self, now: float) -> None:
+        """Sends a tick if one is due. Time in which the broker was away is no silence of this worker."""
         self._unanswered = self._unanswered or now
-        if not self._reaches_broker(now):
+        if not self._send_tick_if_due(now):
             return
         if now - self._unanswered > _AWAY_S:
             self._alive = time.monotonic()
         self._unanswered = None
 
-    def _reaches_broker(self, now: float) -> bool:
+    def _send_tick_if_due(self, now: float) -> bool:
+        """Returns False when the broker is away."""
         waiting = self._ticks.waiting()
         if waiting is None:
             return False
@@ -345,30 +341,3 @@ class Watchdog:
     def _loop(self) -> None:
         while not self._stop.wait(self._healthy_s / 10):
             self.check()
-
-
-class Probe:
-    """Samples one token now and then, while no request runs. A token behind a full batch would show nothing, and an
-    engine that died reports it itself. A UserOpError shows that the engine works. An engine that sleeps is not woken:
-    it is probed once it `has_gpu_turn`. `gpu_turn` keeps it awake for the probe, and raises NoTurnYet if it has fallen
-    asleep meanwhile."""
-
-    def __init__(
-        self,
-        backend: SamplerBackend,
-        watchdog: Watchdog,
-        every_s: float,
-        has_gpu_turn: Callable[[], bool],
-        gpu_turn: Callable[[], AbstractContextManager[object]],
-    ) -> None:
-        self._backend, self._watchdog, self._every_s = backend, watchdog, every_s
-        self._has_gpu_turn, self._gpu_turn = has_gpu_turn, gpu_turn
-        self._last = time.monotonic()
-
-    def __call__(self) -> None:
-        is_due = time.monotonic() - self._last > self._every_s
-        if is_due and self._has_gpu_turn() and not self._watchdog.busy:
-            with suppress(NoTurnYet), self._gpu_turn():
-                with suppress(UserOpError):  # an answer too: the present model, fully fine-tuned, may have diverged
-                    self._backend.sample(None, _ONE_TOKEN)
-                self._last = time.monotonic()

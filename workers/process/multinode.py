@@ -36,7 +36,7 @@ import tomli_w
 from app.errors import SetupError
 from app.settings import SETTINGS_VARIABLE, Settings
 from app.stack import child
-from app.stack.child import end_with
+from app.stack.signals import stop_signals
 from app.stack.supervisor import SETUP_ERROR_CODE
 
 BEAT_S = 1.0
@@ -90,7 +90,7 @@ def run(
     """
     orders = list(_orders(hosts, settings, command, devices))
     # Handlers only set a flag; the loop below does the rest.
-    with child.stop_signals(signal.SIGTERM, signal.SIGINT) as stopping, _witness(settings, name) as witness:
+    with stop_signals(signal.SIGTERM, signal.SIGINT) as stopping, _witness(settings, name) as witness:
         nodes = [_start(host) for host in hosts]
         for node, order in zip(nodes, orders, strict=True):
             _tell(node, json.dumps({"name": name, "witness": witness, **order}).encode())
@@ -232,7 +232,7 @@ def _launch(arguments: list[str], environ: Mapping[str, str], pipe: FileIO) -> i
         [sys.executable, "-u", "-m", "deepspeed.launcher.launch", *arguments],
         env={**os.environ, **environ},
         stdin=subprocess.DEVNULL,
-        preexec_fn=lambda: end_with(me),
+        preexec_fn=lambda: child.end_with(me),
     )
     lifeline = Lifeline(pipe)
     while launcher.poll() is None and lifeline.held():

@@ -35,16 +35,12 @@ from workers.maintenance.accounting import Accounting
 from workers.maintenance.adapters import EphemeralAdapters
 from workers.maintenance.captures import ExpiredCaptures
 from workers.maintenance.direct_queues import DirectQueues
-from workers.maintenance.leader import (
-    MaintenanceRunner,
-    MaintenanceTask,
-    PayloadSpilling,
-    SessionExpiry,
-    WhileSteady,
-)
+from workers.maintenance.leader import MaintenanceRunner, MaintenanceTask, WhileSteady
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.redispatch import Redispatcher
 from workers.maintenance.retention import Retention
+from workers.maintenance.sessions import SessionExpiry
+from workers.maintenance.spilling import PayloadSpilling
 from workers.process.gpu_turns import GpuTurns
 from workers.process.liveness import Heartbeat, LeaseKeeper, Watchdog
 
@@ -166,7 +162,7 @@ def create_heartbeat(
     )
 
 
-def maintenance(parts: Parts) -> MaintenanceRunner:
+def create_maintenance(parts: Parts) -> MaintenanceRunner:
     teardown = Teardown(parts.lifecycle, parts.records, parts.store, parts.dispatcher.wake)
     captures = CaptureFiles(parts.store, parts.settings.capture_secret, parts.records.now)
 

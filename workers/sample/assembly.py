@@ -13,13 +13,15 @@ from app.stores.redis import keys
 from app.stores.redis.client import Channel, connect_state
 from workers.backends.sampling.base import SamplerBackend
 from workers.process.fair_queue import FairQueue, ProjectWeights
-from workers.process.liveness import Probe
-from workers.process.parts import Parts, Serving, create_heartbeat, create_watchdog, maintenance
+from workers.process.parts import Parts, Serving, create_heartbeat, create_maintenance, create_watchdog
 from workers.process.runtime import Runtime, exit_process
-from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
+from workers.sample.adapter_files import AdapterFiles
+from workers.sample.adapters import Adapters, AdapterScheduler
 from workers.sample.admission import BatchAdmission, ThrottledDispatch
 from workers.sample.device_time import DeviceClock
-from workers.sample.runner import RunningRequests, SampleRunner, TokenPublisher
+from workers.sample.probe import Probe
+from workers.sample.runner import RunningRequests, SampleRunner
+from workers.sample.token_stream import TokenPublisher
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def assemble_sampler(
         queue=queue,
         heartbeat=heartbeat,
         watchdog=watchdog,
-        maintenance=maintenance(parts),
+        maintenance=create_maintenance(parts),
         on_tick=probe,
         close=close,
         leave=heartbeat.leave,

@@ -1,15 +1,12 @@
-"""Runs, streams and cancels sampling requests. The adapter is immutable and the seed is given, so any worker can run a
-request again. A thread publishes tokens, so that no engine waits for Redis.
-"""
+"""Runs and cancels sampling requests. The adapter is immutable and the seed is given, so any worker can run a request
+again."""
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -25,29 +22,24 @@ from app.domain.routes import SequenceRoutes
 from app.domain.sampling import SampleOutput
 from app.errors import Fenced, OpError, Requeue, ServerOpError, TriedOften, Unavailable
 from app.stores.objects.routes import RouteFiles, StoredRoutes
-from app.stores.redis.completions import TokenChunk, TokenStreams
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Entry
 from app.wire import results
 from app.wire.results import encode_sample
-from workers.backends.sampling.base import Aborted, OnTokens, RequestHandle, SamplerBackend
+from workers.backends.sampling.base import Aborted, RequestHandle, SamplerBackend
 from workers.process import telemetry
 from workers.process.liveness import LeaseKeeper
 from workers.sample.adapters import Adapters
 from workers.sample.admission import BatchAdmission, ThrottledDispatch
 from workers.sample.device_time import DeviceClock
+from workers.sample.token_stream import TokenPublisher
 
 log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 
-# The API reads every piece: 20 pieces a second look smooth enough.
-_EVERY_S = 0.05
-# Most token pieces that wait while Redis hangs; the result delivers any further ones.
-_MOST_WAITING = 65_536
 
-
-class _Ran(NamedTuple):
+class _Outcome(NamedTuple):
     """The outcome of an attempt: its result, the usage it counts, and the routes that it stored."""
 
     result: Result
@@ -190,13 +182,13 @@ class SampleRunner:
             return
         telemetry.op_done(entry, failed=result.failed, run_s=ran - started, commit_s=time.monotonic() - ran)
 
-    def _attempt(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> _Ran:
+    def _attempt(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> _Outcome:
         if entry.attempts >= MAX_ATTEMPTS:
             if entry.in_doubt:
                 raise Unavailable("a worker that tried this request may still answer")
             telemetry.GIVEN_UP.labels(entry.kind).inc()
             why = f"sampling did not finish in {MAX_ATTEMPTS} attempts and was given up"
-            return _Ran(results.of_error(ServerOpError(why)))
+            return _Outcome(results.of_error(ServerOpError(why)))
         try:
             return self._sample(entry, sampling_session_id, handle)
         except (Aborted, Unavailable, redis.RedisError, OSError):
@@ -207,9 +199,9 @@ class SampleRunner:
                 # again.
                 telemetry.op_abandoned(entry.request_id, "the engine has died")
                 raise Requeue(f"{entry.request_id}: {error}") from None
-            return _Ran(results.of_error(_op_error(entry, error)))
+            return _Outcome(results.of_error(_op_error(entry, error)))
 
-    def _sample(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> _Ran:
+    def _sample(self, entry: Entry, sampling_session_id: str, handle: RequestHandle) -> _Outcome:
         sampler = self._records.find(Sampler, sampling_session_id)
         if sampler is None:
             raise ServerOpError(f"sampling session {sampling_session_id} no longer exists; create a new one")
@@ -232,7 +224,7 @@ class SampleRunner:
         uses = {"prompt": handle.prompt_tokens, "prefilled": prefilled, "cached": handle.cached_tokens}
         for use, tokens in (uses | {"sampled": handle.sampled_tokens}).items():
             telemetry.TOKENS.labels(use).inc(tokens)
-        return _Ran(Result(encode_sample(output), PROTOBUF), _usage(handle), routes)
+        return _Outcome(Result(encode_sample(output), PROTOBUF), _usage(handle), routes)
 
     def _keep_routes(self, request_id: str, prompt: np.ndarray, output: SampleOutput) -> StoredRoutes | None:
         """Stores the routes, if the engine recorded any, before the result can be read."""
@@ -301,76 +293,3 @@ class RunningRequests:
             handle = self._running.get(request_id)
         if handle is not None:
             handle.abort()
-
-
-class TokenPublisher:
-    """Publishes sampled tokens. `callback` returns the callback for a request's RequestHandle. Pieces that cannot be
-    sent are dropped: the result holds their tokens."""
-
-    def __init__(self, streams: TokenStreams) -> None:
-        self._streams = streams
-        self._waiting: queue.Queue[TokenChunk | None] = queue.Queue(_MOST_WAITING)
-        self._thread = threading.Thread(target=self._run, name="token-publisher", daemon=True)
-        self._thread.start()
-
-    def callback(self, request_id: str) -> OnTokens:
-        """Returns a callback that takes a request's tokens from the engine's thread; it never blocks."""
-        positions: Counter[int] = Counter()
-        lost: set[int] = set()
-
-        def on_tokens(index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-            if index in lost:  # the reader cannot use tokens behind a gap
-                return
-            chunk = TokenChunk(
-                request_id, index, positions[index], np.array(tokens, np.int32), np.array(logprobs, np.float32)
-            )
-            positions[index] += len(tokens)
-            try:
-                self._waiting.put_nowait(chunk)
-            except queue.Full:
-                lost.add(index)
-                log.warning(
-                    "too many tokens wait to be sent: the stream of %s stops, and its result follows", request_id
-                )
-
-        return on_tokens
-
-    def close(self) -> None:
-        """Sends the waiting tokens and ends the thread."""
-        self._waiting.put(None)
-        self._thread.join(5)
-
-    def _run(self) -> None:
-        going_on = True
-        while going_on:
-            batch = [self._waiting.get()]
-            while not self._waiting.empty():
-                batch.append(self._waiting.get_nowait())
-            going_on = None not in batch
-            self._send([chunk for chunk in batch if chunk is not None])
-            time.sleep(_EVERY_S)
-
-    def _send(self, batch: Sequence[TokenChunk]) -> None:
-        try:
-            self._streams.add(joined(batch))
-        except (redis.RedisError, OSError) as error:
-            log.warning("%d tokens were not sent: %s", sum(len(chunk.tokens) for chunk in batch), error)
-
-
-def joined(batch: Sequence[TokenChunk]) -> list[TokenChunk]:
-    """The same tokens in as few pieces as possible: consecutive pieces of one sample become one."""
-    runs: list[list[TokenChunk]] = []
-    newest: dict[tuple[str, int], list[TokenChunk]] = {}
-    for chunk in batch:
-        run = newest.get((chunk.request_id, chunk.index))
-        if run is None or chunk.position != run[-1].position + len(run[-1].tokens):
-            run = newest[chunk.request_id, chunk.index] = []
-            runs.append(run)
-        run.append(chunk)
-    return [_one(run) for run in runs]
-
-
-def _one(run: Sequence[TokenChunk]) -> TokenChunk:
-    tokens = np.concatenate([chunk.tokens for chunk in run])
-    logprobs = np.concatenate([chunk.logprobs for chunk in run])
-    return TokenChunk(run[0].request_id, run[0].index, run[0].position, tokens, logprobs)

@@ -19,7 +19,7 @@ from workers.checkpoints.writer import Saver
 from workers.process import telemetry
 from workers.process.fair_queue import FairQueue, ProjectWeights
 from workers.process.liveness import Heartbeat, Watchdog
-from workers.process.parts import Parts, Serving, create_heartbeat, create_watchdog, maintenance
+from workers.process.parts import Parts, Serving, create_heartbeat, create_maintenance, create_watchdog
 from workers.process.runtime import Runtime, exit_on_hang, exit_process
 from workers.train.committer import BackgroundSaves, Committer
 from workers.train.executor import Executor
@@ -73,7 +73,7 @@ class AssembledTrainer:
             queue=self.serving.queue,
             heartbeat=self.heartbeat,
             watchdog=self.watchdog,
-            maintenance=maintenance(self.parts),
+            maintenance=create_maintenance(self.parts),
             on_tick=self.on_tick,
             close=self.close,
             leave=self.runner.leave,
@@ -88,6 +88,7 @@ class AssembledTrainer:
     def on_tick(self) -> None:
         with self.watchdog.working():
             self.runner.commit_saves()
+            self.retry_backoff.retry_due()
             self.idle_eviction()
 
     def close(self) -> None:
@@ -154,9 +155,7 @@ def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides:
         retry_backoff=retry_backoff,
         runner=runner,
         rebalancer=Rebalancer(runner, owner, parts.records, send, serving.base.name, parts.node, full=serving.full),
-        idle_eviction=IdleEviction(
-            owner, retry_backoff, parts.lifecycle.unwanted, parts.settings.engine.idle_s, shm_transfers.lost
-        ),
+        idle_eviction=IdleEviction(owner, parts.lifecycle.unwanted, parts.settings.engine.idle_s, shm_transfers.lost),
     )
 
 

@@ -18,9 +18,10 @@ from app.errors import Fenced, NotFound, OpError, TinsmithError, Unavailable
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry
 from workers.checkpoints.snapshots import Snapshots
-from workers.checkpoints.writer import DeferredWrite, OpResult
+from workers.checkpoints.writer import DeferredWrite
 from workers.process import telemetry
 from workers.train.executor import Executor
+from workers.train.op_result import OpResult
 from workers.train.owner import Broken, Owner, PendingCommit, Resident
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Committer:
         Raises the errors of `commit` for the requested Op. An error of another Op concerns only the dispatch of that
         Op.
         """
+        asked = group[-1]
         for op in group:
             telemetry.op_started(op.entry, op.entry.owner)
         started = time.monotonic()
@@ -75,13 +77,12 @@ class Committer:
             try:
                 self.commit(op.resident)
             except (Fenced, NotFound, Unavailable):
-                if op is group[-1]:
+                if op is asked:
                     raise
                 self._discard([op])
             except BaseException:
                 self._discard(group[at + 1 :])
                 raise
-        asked = group[-1]
         return op_results[-1].result().result if asked.resident.applied == asked.entry.seq else None
 
     def commit(self, resident: Resident) -> None:
@@ -101,7 +102,7 @@ class Committer:
         except Fenced:
             raise
         except BaseException:
-            self._owner.discard(resident.lease.model_id)
+            self._owner.discard(resident.model_id)
             raise
 
     def settle(self, resident: Resident, within_s: float) -> None:
@@ -111,26 +112,26 @@ class Committer:
         """
         deadline = time.monotonic() + within_s
         if resident.uncommitted:
-            self._background_saves.finish(resident.lease.model_id, within_s)
+            self._background_saves.finish(resident.model_id, within_s)
             with suppress(TinsmithError, redis.RedisError):
                 self.commit(resident)
         # An object store that hangs must leave time for the snapshot on the disk.
         half = max(0.0, deadline - time.monotonic()) / 2
-        self._executor.saver.shm_transfers.finish(resident.lease.model_id, half)
-        if self._owner.resident(resident.lease.model_id) is resident:  # the commit may have discarded it
+        self._executor.saver.shm_transfers.finish(resident.model_id, half)
+        if self._owner.resident(resident.model_id) is resident:  # the commit may have discarded it
             self._snapshots.settle(resident, within_s=max(0.0, deadline - time.monotonic()))
 
     def _put_off(self, resident: Resident) -> None:
         """Puts the Op off: the object store is away and the model is unchanged. If Ops ran ahead, discards the state;
         the journal restores it."""
         if len(resident.uncommitted) > 1:
-            self._owner.discard(resident.lease.model_id)
+            self._owner.discard(resident.model_id)
         else:
             self._owner.put_off(resident.lease, resident.uncommitted.popleft().entry.seq)
 
     def _discard(self, group: Sequence[StartedOp]) -> None:
         for op in group:
-            self._owner.discard(op.resident.lease.model_id)
+            self._owner.discard(op.resident.model_id)
 
     def _commit(self, resident: Resident, pending: PendingCommit) -> None:
         op_result, entry = self._op_result(resident, pending), pending.entry
@@ -153,7 +154,7 @@ class Committer:
         commit_s = time.monotonic() - started
         telemetry.op_done(entry, failed=failed, run_s=pending.run_s, commit_s=commit_s, ops_in_pass=pending.ops_in_pass)
         if op_result.spoils:
-            self._owner.discard(resident.lease.model_id)
+            self._owner.discard(resident.model_id)
         else:
             self._snapshot(resident, entry, failed)
 
@@ -171,9 +172,7 @@ class Committer:
         try:
             self._snapshots.after(resident, entry, failed=failed)
         except Exception as error:
-            raise Broken(
-                f"the snapshot of {resident.lease.model_id} failed: {error}", (resident.lease, entry.seq)
-            ) from error
+            raise Broken(f"the snapshot of {resident.model_id} failed: {error}", (resident.lease, entry.seq)) from error
 
     def _run_ops(self, group: Sequence[StartedOp]) -> list[Future[OpResult]]:
         """Runs the Ops of a pass. Returns the result of each, in the order of the Ops."""
@@ -212,10 +211,8 @@ class Committer:
         return written
 
     def _run_together(self, group: Sequence[StartedOp]) -> list[Future[OpResult]]:
-        ran = self._executor.run_together([(op.resident.lease, op.entry, op.resident.accumulation) for op in group])
-        found = [(op.entry, ran[op.resident.lease.model_id]) for op in group]
-        op_results = [OpResult.failed(entry, one) if isinstance(one, OpError) else one for entry, one in found]
-        return [op_result.as_future() for op_result in op_results]
+        started = [(op.resident.lease, op.entry, op.resident.accumulation) for op in group]
+        return [op_result.as_future() for op_result in self._executor.run_together(started)]
 
 
 def _shares(op_results: Sequence[Future[OpResult]]) -> list[float]:

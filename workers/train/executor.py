@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from app.domain import ops as domain_ops
 from app.domain import progress, records
@@ -23,7 +22,6 @@ from app.domain.ops import (
     DropGradients,
     ForwardBackward,
     LoadWeights,
-    LoraSpec,
     Op,
     OptimStep,
     SaveWeights,
@@ -36,12 +34,11 @@ from app.stores.redis.types import Entry, Lease
 from app.wire import results
 from workers.backends.training.base import BackendOp, Create, Load, TrainingBackend
 from workers.checkpoints import transfer
-from workers.checkpoints.writer import DeferredWrite, OpResult, Saver
+from workers.checkpoints.writer import DeferredWrite, Saver
 from workers.process import telemetry
+from workers.train.op_result import OpResult
 
 LOST_BATCH = "lost_batch"
-
-
 # Kinds of seqs that were refused or never arrived; these have no payload.
 CONSUMED = ("skip", LOST_BATCH, DropGradients.kind)
 
@@ -74,9 +71,10 @@ class Executor:
             self.give_up(lease, entry)
             raise
 
-    def run_together(self, started: Sequence[tuple[Lease, Entry, GradAccumulation]]) -> dict[str, OpResult | OpError]:
-        """Runs one forward, one forward_backward or one optim_step of several models in one call of the backend. The
-        journal dooms none of the Ops. A failed optim_step drops its model's gradients."""
+    def run_together(self, started: Sequence[tuple[Lease, Entry, GradAccumulation]]) -> list[OpResult]:
+        """Runs one forward, one forward_backward or one optim_step of several models in one call of the backend.
+        Returns the results in the order of the Ops. The journal dooms none of the Ops. A failed optim_step drops its
+        model's gradients."""
         failures = {lease.model_id: doom(entry, accumulation) for lease, entry, accumulation in started}
         ops: dict[str, ForwardBackward | OptimStep] = {
             lease.model_id: domain_ops.decode(entry.payload)
@@ -84,35 +82,21 @@ class Executor:
             if not failures[lease.model_id]
         }
         outputs = self.backend.apply(ops)
-        op_results: dict[str, OpResult | OpError] = {}
+        op_results: list[OpResult] = []
         for lease, entry, _ in started:
             model_id = lease.model_id
             output = outputs[model_id] if model_id in ops else UserOpError(failures[model_id])
             if isinstance(output, OpError):
                 self.give_up(lease, entry)
-                op_results[model_id] = output
+                op_results.append(OpResult.failed(entry, output))
             else:
-                op_results[model_id] = _op_result(ops[model_id], output)
+                op_results.append(_op_result(ops[model_id], output))
         return op_results
 
     def give_up(self, lease: Lease, entry: Entry) -> None:
         """Skips a failed Op. A failed step also drops its gradients; when they are sent again, none counts twice."""
         if entry.kind == OptimStep.kind:
             self._drop_gradients(lease.model_id)
-
-    def _run(self, lease: Lease, entry: Entry, accumulation: GradAccumulation) -> OpResult | DeferredWrite:
-        failure = doom(entry, accumulation)
-        if failure:
-            raise UserOpError(failure)
-        op: Op = domain_ops.decode(entry.payload)
-        if isinstance(op, SaveWeights):
-            return self.saver.save(lease, entry.seq, op)
-        output = self._apply(lease.model_id, op)
-        if isinstance(op, CreateModel):
-            ready = {"state": json.dumps("ready"), "lora": json.dumps(_fields(op.spec.lora))}
-            created = results.of_call(op, {"model_id": lease.model_id})
-            return OpResult(created, [(records.Model.namespace, lease.model_id, ready)])
-        return _op_result(op, output)
 
     def replay(self, lease: Lease, entry: Entry) -> None:
         """Repeats the Op's change to the model. Forwards, saves and failed Ops changed nothing, but a failed step
@@ -138,6 +122,21 @@ class Executor:
         if WINDOW not in manifest.files:
             return GradAccumulation()
         return GradAccumulation(**json.loads((folder / WINDOW).read_bytes()))
+
+    def _run(self, lease: Lease, entry: Entry, accumulation: GradAccumulation) -> OpResult | DeferredWrite:
+        failure = doom(entry, accumulation)
+        if failure:
+            raise UserOpError(failure)
+        op: Op = domain_ops.decode(entry.payload)
+        if isinstance(op, SaveWeights):
+            return self.saver.save(lease, entry.seq, op)
+        output = self._apply(lease.model_id, op)
+        if isinstance(op, CreateModel):
+            lora = {} if op.spec.lora is None else asdict(op.spec.lora)
+            ready = {"state": json.dumps("ready"), "lora": json.dumps(lora)}
+            created = results.of_call(op, {"model_id": lease.model_id})
+            return OpResult(created, [(records.Model.namespace, lease.model_id, ready)])
+        return _op_result(op, output)
 
     def _consume(self, model_id: str, entry: Entry) -> None:
         if entry.kind == DropGradients.kind:
@@ -190,10 +189,6 @@ class Executor:
             # On a full disk even this may fail. The remaining files are correct, and the next start removes them.
             with suppress(OSError):
                 transfer.forget(prefix, self.cache.folder)
-
-
-def _fields(lora: LoraSpec | None) -> dict[str, Any]:
-    return {} if lora is None else asdict(lora)
 
 
 def _op_result(op: Op, output: Output) -> OpResult:

@@ -20,10 +20,10 @@ from app.errors import Fenced, NewerContent, NoMemory, NotFound, OpError, Requeu
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.types import Entry, Lease, OwnedElsewhere
 from workers.backends.training.base import TrainingBackend
-from workers.checkpoints.writer import OpResult
 from workers.process import telemetry
 from workers.process.liveness import LeaseKeeper
 from workers.train.executor import GradAccumulation
+from workers.train.op_result import OpResult
 
 log = logging.getLogger(__name__)
 _SETTLE_S = 5.0
@@ -46,6 +46,10 @@ class Resident:
     served: float = 0.0
     debt_s: float = 0.0
     uncommitted: deque[PendingCommit] = field(default_factory=deque)
+
+    @property
+    def model_id(self) -> str:
+        return self.lease.model_id
 
     @property
     def reached(self) -> int:

@@ -21,7 +21,6 @@ from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, load
 from workers.train.owner import Owner, Resident
 from workers.train.runner import TrainingRunner
-from workers.train.scheduler import RetryBackoff
 
 log = logging.getLogger(__name__)
 _AT_ONCE_S = 5.0
@@ -59,12 +58,12 @@ class Rebalancer:
         raise Requeue(f"{lighter} has fewer models than {self._node}")
 
     def _lighter(self, model_id: str) -> str | None:
+        """The trainer with the fewest models, if this one has more and does not own the model."""
         mine = self._owner.residents()
         if not mine or model_id in mine:
             return None
-        others = self._others()
-        lightest = min(others, key=lambda node: others[node], default=self._node)
-        return lightest if others.get(lightest, len(mine)) < len(mine) else None
+        lighter = {node: models for node, models in self._others().items() if models < len(mine)}
+        return min(lighter, key=lambda node: lighter[node], default=None)
 
     def _others(self) -> dict[str, int]:
         """Number of models of each other healthy trainer of the base."""
@@ -124,20 +123,18 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class IdleEviction:
-    """Idle eviction, and the restart of models whose journal has to run again.
+    """Evicts idle and unwanted models, and discards those whose journal has to run again.
 
     `unwanted(model ids)` returns the deleted models and those whose session is over. `incomplete()` returns the models
     whose journal has to run again, because only the journal can rebuild something that was lost.
     """
 
     owner: Owner
-    retry_backoff: RetryBackoff
     unwanted: Callable[[Collection[str]], set[str]]
     idle_s: float
     incomplete: Callable[[], Set[str]]
 
     def __call__(self) -> None:
-        self.retry_backoff.retry_due()
         for model_id in self.owner.residents().keys() & self.incomplete():
             self.owner.discard(model_id)
         self._evict_idle()

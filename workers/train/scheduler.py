@@ -98,7 +98,7 @@ class Scheduler:
 
     def is_blocked(self, asked: Resident, waiting: Sequence[NextOp]) -> bool:
         """True if the next Op of `asked` has to wait for a save, or has not arrived while a save is being written."""
-        mine = _of(asked, waiting)
+        mine = _head_of(asked, waiting)
         return bool(asked.uncommitted) if mine is None else not self._run_ahead.may_run(asked, mine)
 
     def next_before(self, asked: Resident, waiting: Sequence[NextOp], served: Mapping[str, int]) -> NextOp | None:
@@ -109,7 +109,7 @@ class Scheduler:
         An optim_step runs before a shared pass, since the next batch after it may then join the pass. An Op that broke
         a worker waits for its own dispatch, and one that was put off for the end of its pause.
         """
-        mine, blocked = _of(asked, waiting), self.is_blocked(asked, waiting)
+        mine, blocked = _head_of(asked, waiting), self.is_blocked(asked, waiting)
         for head in waiting:
             if head is mine or head.seq <= served.get(head.model_id, -1) or not self._may_run(head):
                 continue
@@ -120,7 +120,7 @@ class Scheduler:
     def batched_with(self, asked: Resident, waiting: Sequence[NextOp]) -> list[NextOp]:
         """The other models' Ops that share the pass of the next Op of `asked`, or their optim_steps that share its own.
         An Op that broke a worker before runs alone."""
-        mine = _of(asked, waiting)
+        mine = _head_of(asked, waiting)
         if mine is None or not self._is_shared(mine):
             return []
         # A step takes milliseconds, which is less than another one is worth waiting for.
@@ -188,8 +188,8 @@ class Scheduler:
                 yield head
 
 
-def _of(asked: Resident, waiting: Sequence[NextOp]) -> NextOp | None:
-    return next((head for head in waiting if head.model_id == asked.lease.model_id), None)
+def _head_of(asked: Resident, waiting: Sequence[NextOp]) -> NextOp | None:
+    return next((head for head in waiting if head.model_id == asked.model_id), None)
 
 
 def _can_join(head: NextOp, mine: NextOp) -> bool:

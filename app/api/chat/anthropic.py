@@ -12,16 +12,16 @@ from flask import Response
 from marshmallow import fields, validate
 
 from app.api import errors
-from app.api.base import FirstWrong, current_caller, identifier, large, needs, services
-from app.api.base import blueprint as make
+from app.api.base import current_caller, large, make_blueprint, needs, services
 from app.api.chat.base import MAX_MESSAGES, MAX_TOOLS, Counted, Ignored, Nullable, Sampled, Unsupported, answered, gone
 from app.api.examples import COUNT, MESSAGE
+from app.api.schemas import FirstWrong, identifier, nested
 from app.services.anthropic.answers import MessageForm
 from app.services.anthropic.requests import chat_of, sampling_of, thinks
-from app.services.openai.generation import Options
+from app.services.openai.generation import TokenOptions
 from app.services.sampling import MAX_STOPS
 
-blueprint = make(
+blueprint = make_blueprint(
     "anthropic",
     "Anthropic",
     prefix=f"{errors.ANTHROPIC}/api/v1",
@@ -86,9 +86,9 @@ class Conversation(Nullable):
     messages = FirstWrong(fields.Nested(Turn), MAX_MESSAGES, required=True, validate=validate.Length(1))
     system = fields.Raw(load_default=None)
     tools = FirstWrong(fields.Nested(Tool), MAX_TOOLS, load_default=list)
-    tool_choice = fields.Nested(ToolChoice, load_default=lambda: ToolChoice().load({"type": "auto"}))
-    thinking = fields.Nested(Thinking, load_default=lambda: Thinking().load({"type": "disabled"}))
-    output_config = fields.Nested(OutputConfig, load_default=lambda: OutputConfig().load({}))
+    tool_choice = nested(ToolChoice, {"type": "auto"})
+    thinking = nested(Thinking, {"type": "disabled"})
+    output_config = nested(OutputConfig)
     output_format = Unsupported()
     context_management = Unsupported({}, {"edits": []}, {"edits": [_KEEPS_THOUGHTS]})
     mcp_servers = Unsupported([])
@@ -118,7 +118,7 @@ class CreateMessage(Conversation, Sampled):
 def messages(asked: dict[str, Any]) -> Response | dict[str, Any]:
     """Answer in a conversation, by the model's chat template."""
     ids = asked["return_token_ids"]
-    form, options = partial(MessageForm, thinks=thinks(asked), ids=ids), Options(ids=ids)
+    form, options = partial(MessageForm, thinks=thinks(asked), ids=ids), TokenOptions(ids=ids)
     answer = services().openai.converse(current_caller(), chat_of(asked), sampling_of(asked), form, gone(), options)
     return answered(answer, _event, stream=asked["stream"])
 

@@ -14,8 +14,9 @@ from flask import Response, copy_current_request_context, current_app, request
 from marshmallow import RAISE, Schema, ValidationError, fields, pre_load, validate
 
 from app.api import errors
-from app.api.base import identifier
+from app.api.schemas import identifier
 from app.services.openai.service import Answer
+from app.services.openai.streaming import Gone
 
 _STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -113,9 +114,8 @@ def _failure(error: Exception) -> Mapping[str, Any]:
     return body
 
 
-def gone() -> Callable[[], bool]:
-    """Returns a check that is True when the client of this request has closed its connection. It needs a server that
-    shows the connection (gunicorn does)."""
+def gone() -> Gone:
+    """The check for this request. It needs a server that shows the connection (gunicorn does)."""
     connection: socket.socket | None = request.environ.get("gunicorn.socket")
 
     def is_closed() -> bool:

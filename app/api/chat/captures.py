@@ -6,10 +6,10 @@ from typing import Any
 
 from marshmallow import fields, validate
 
-from app.api.base import SdkSchema, current_caller, needs, page_limit, services
-from app.api.base import blueprint as make
+from app.api.base import current_caller, make_blueprint, needs, services
+from app.api.schemas import SdkSchema, page_limit
 
-blueprint = make("captures", "Sampling")
+blueprint = make_blueprint("captures", "Sampling")
 _PAGE = 100
 
 

@@ -10,8 +10,7 @@ from flask import Response
 from marshmallow import ValidationError, fields, validate, validates_schema
 
 from app.api import errors
-from app.api.base import FirstWrong, current_caller, large, needs, services
-from app.api.base import blueprint as make
+from app.api.base import current_caller, large, make_blueprint, needs, services
 from app.api.chat.base import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -24,11 +23,12 @@ from app.api.chat.base import (
     gone,
 )
 from app.api.examples import CHAT, COMPLETION
+from app.api.schemas import FirstWrong, nested
+from app.services.openai.chat_templates import RENDERED
 from app.services.openai.requests import EFFORTS, Effort, is_effort
 from app.services.openai.service import Answer
-from app.services.openai.tokenizer import RENDERED
 
-blueprint = make(
+blueprint = make_blueprint(
     "openai",
     "OpenAI",
     prefix=errors.OPENAI,
@@ -39,10 +39,11 @@ _DONE = "data: [DONE]\n\n"
 MAX_CHOICES = 128
 MAX_PROMPTS = 256
 MAX_TOP = 20
+# Of chat_template_kwargs.
 MAX_VARIABLES = 20
-MAX_NUMBER = 10_000
-MAX_TEXT = 1000
-MAX_FIELD = 64
+MAX_VARIABLE_NAME = 64
+MAX_VARIABLE_TEXT = 1000
+MAX_VARIABLE_NUMBER = 10_000
 
 
 class StreamOptions(Counted):
@@ -55,7 +56,7 @@ class Request(Sampled):
 
     n = fields.Integer(strict=True, load_default=1, validate=validate.Range(1, MAX_CHOICES))
     stop = fields.Raw(load_default=None)
-    stream_options = fields.Nested(StreamOptions, load_default=lambda: StreamOptions().load({}))
+    stream_options = nested(StreamOptions)
     top_k = fields.Integer(strict=True, load_default=-1, validate=validate.Range(-1))
     min_p = Unsupported(0)
     frequency_penalty = Unsupported(0)
@@ -178,7 +179,7 @@ class ChatCompletion(Request):
     tools = FirstWrong(fields.Dict(), MAX_TOOLS, load_default=list)
     tool_choice = fields.Raw(load_default="auto")
     parallel_tool_calls = fields.Boolean(load_default=True)
-    response_format = fields.Nested(ResponseFormat, load_default=lambda: ResponseFormat().load({"type": "text"}))
+    response_format = nested(ResponseFormat, {"type": "text"})
     chat_template_kwargs = fields.Dict(load_default=dict)
     separate_reasoning = fields.Boolean(load_default=True)
     modalities = Unsupported(["text"])
@@ -208,13 +209,14 @@ def check_variables(variables: Mapping[str, Any]) -> None:
     if len(variables) > MAX_VARIABLES:
         raise ValidationError(f"Has {len(variables)} variables; at most {MAX_VARIABLES} are allowed.", name)
     for key, value in variables.items():
-        if not key.isidentifier() or len(key) > MAX_FIELD or key in RENDERED:
-            raise ValidationError(f"{key[:MAX_FIELD]!r} is not a variable that a caller can set.", name)
-        if isinstance(value, str) and len(value) <= MAX_TEXT:
+        if not key.isidentifier() or len(key) > MAX_VARIABLE_NAME or key in RENDERED:
+            raise ValidationError(f"{key[:MAX_VARIABLE_NAME]!r} is not a variable that a caller can set.", name)
+        if isinstance(value, str) and len(value) <= MAX_VARIABLE_TEXT:
             continue
-        if not (isinstance(value, int | float) and abs(value) <= MAX_NUMBER):
+        if not (isinstance(value, int | float) and abs(value) <= MAX_VARIABLE_NUMBER):
             raise ValidationError(
-                f"{key} must be true, false, a number up to {MAX_NUMBER} or a text of at most {MAX_TEXT} characters.",
+                f"{key} must be true, false, a number up to {MAX_VARIABLE_NUMBER} or a text of at most "
+                f"{MAX_VARIABLE_TEXT} characters.",
                 name,
             )
 

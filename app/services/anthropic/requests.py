@@ -42,20 +42,17 @@ def chat_of(asked: Mapping[str, Any]) -> Chat:
     messages = _system(_blocks(asked["system"], "system")) if asked["system"] else []
     for role, blocks in turns:
         messages += _FORMS[role](blocks)
-    choice = asked["tool_choice"]
-    tools = [] if choice["type"] == "none" else [_tool(tool) for tool in asked["tools"]]
-    variables = {"enable_thinking": thinks(asked)}
-    parallel, is_json = not choice["disable_parallel_tool_use"], asked["output_config"]["format"] is not None
+    choice, output = asked["tool_choice"], asked["output_config"]
     return Chat(
         asked["model"],
         messages,
-        tools,
-        parallel,
-        prefill,
-        variables,
-        effort=_effort(asked["output_config"]),
+        tools=[] if choice["type"] == "none" else [_tool(tool) for tool in asked["tools"]],
+        parallel=not choice["disable_parallel_tool_use"],
+        prefill=prefill,
+        variables={"enable_thinking": thinks(asked)},
+        effort=_effort(output),
         needs_effort=False,
-        is_json=is_json,
+        is_json=output["format"] is not None,
     )
 
 

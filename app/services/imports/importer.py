@@ -73,19 +73,7 @@ class Importer:
         for name, file in files.items():
             self.objects.put_new(f"{place}/{name}", file)
         manifest = self._put_manifest(path, place, project, base_model, lora, entries)
-        checkpoint = Checkpoint(
-            owner=project,
-            model_id=path.model_id,
-            kind=KIND,
-            base_model=base_model,
-            prefix=str(place),
-            created=datetime.fromisoformat(manifest.created).timestamp(),
-            size_bytes=size,
-            lora=asdict(lora) if lora else {},
-            files=sorted(manifest.files),
-            key=caller.key_id if caller else "",
-        )
-        self.records.put_reserved(str(path), checkpoint)
+        self.records.put_reserved(str(path), Checkpoint.of(place, manifest, caller.key_id if caller else ""))
         return str(path)
 
     def _add_run(

@@ -7,14 +7,14 @@ Text never ends in half a character, or in part of a stop string.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
 
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest, TokenLogprobs, TokenText
-from app.services.openai.streaming import Asked, ResultStream
+from app.services.openai.streaming import Gone, PendingSample, ResultStream
 from app.services.openai.tokenizer import BaseTokenizer
 from app.stores.redis.completions import TokenChunk
 
@@ -51,7 +51,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class TokenOptions:
     """The token details that an answer includes. `ids`: each sampled token with its id, also those that ended the
     answer. `hidden`: the one sampled token is left out, since max_tokens was 0. `tags`: special tokens that are part of
     the text."""
@@ -68,10 +68,15 @@ class Choices:
     are final once the request has `ended`."""
 
     def __init__(
-        self, tokenizer: BaseTokenizer, request: SampleRequest, asked: Asked, first: int, options: Options
+        self,
+        tokenizer: BaseTokenizer,
+        request: SampleRequest,
+        pending: PendingSample,
+        first: int,
+        options: TokenOptions,
     ) -> None:
         """`first`: the index of the first choice."""
-        self.asked = asked
+        self.pending = pending
         self.request = request
         self._tokenizer, self._first, self._options = tokenizer, first, options
         self._prompt = request.prompt.tolist()
@@ -86,11 +91,11 @@ class Choices:
         self.sequences: Sequence[SampledSequence] = ()
         self.ended = False
 
-    def deltas(self, result_stream: ResultStream, gone: Callable[[], bool]) -> Iterator[Delta]:
+    def deltas(self, result_stream: ResultStream, gone: Gone) -> Iterator[Delta]:
         """The deltas as they come. Raises the errors of `result_stream`."""
         if self._options.echo and not self._options.scores:
             yield from self._echo(None, None)
-        for news in result_stream(self.asked, gone):
+        for news in result_stream(self.pending, gone):
             if isinstance(news, TokenChunk):
                 yield from self._add_chunk(news)
             else:
@@ -119,17 +124,15 @@ class Choices:
     def _rest(self, index: int, sequence: SampledSequence) -> Iterator[Delta]:
         text = self._texts[index]
         rest = slice(text.count, None)
-        pushed = text.push(sequence.tokens[rest].tolist(), sequence.logprobs[rest].tolist())
-        ended = text.finish(sequence.stopped, whole=self._options.ids)
-        piece = Piece(pushed.text + ended.text, [*pushed.tokens, *ended.tokens])
+        piece = text.push(sequence.tokens[rest].tolist(), sequence.logprobs[rest].tolist())
+        piece += text.finish(sequence.stopped, whole=self._options.ids)
         finish = "stop" if sequence.stopped or text.stopped else "length"
         yield replace(self._delta(index, piece, sequence.top), finish=finish, stop=text.stop)
 
     def _echo(self, logprobs: np.ndarray | None, top: TokenLogprobs | None) -> Iterator[Delta]:
         text = TextStream(self._tokenizer, [], [])
         scores = [0.0] * len(self._prompt) if logprobs is None else logprobs.tolist()
-        pushed, ended = text.push(self._prompt, scores), text.finish(stopped=False)
-        piece = Piece(pushed.text + ended.text, [*pushed.tokens, *ended.tokens])
+        piece = text.push(self._prompt, scores) + text.finish(stopped=False)
         for index in range(self.request.num_samples):
             yield self._delta(index, piece, top)
         self._begin = len(piece.text)
@@ -165,6 +168,9 @@ class Piece:
 
     text: str
     tokens: Sequence[TextToken]
+
+    def __add__(self, other: Piece) -> Piece:
+        return Piece(self.text + other.text, [*self.tokens, *other.tokens])
 
 
 class TextStream:

@@ -12,15 +12,16 @@ from app.domain.records import BaseModelInfo, Sampler
 from app.domain.sampling import SampleRequest
 from app.errors import BadRequest
 from app.services.openai.answer_text import ParseOptions, thoughts_of
+from app.services.openai.chat_templates import for_template
 from app.services.openai.harmony import STOPS, HarmonyOptions, for_harmony, is_harmony, opened
 from app.services.openai.images import ImageTokensOf, image_files
-from app.services.openai.tokenizer import BaseTokenizer, for_template
+from app.services.openai.tokenizer import BaseTokenizer
 from app.services.openai.tool_calls import OfferedTools, format_of
 from app.services.sampling import check_sample
 from app.services.validation import check_reads_images
 from app.settings import LimitSettings
-from app.wire.bodies import model_input
 from app.wire.images import ModelInput, text_input
+from app.wire.json_bodies import model_input
 
 _EFFORT = "reasoning_effort"
 """The variable of templates."""
@@ -84,8 +85,10 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The sampler of a call. `info` is reported by a live sampler of the base model."""
+    """The sampler of a call. `name`: the model as the call names it. `info` is reported by a live sampler of the base
+    model."""
 
+    name: str
     sampler_id: str
     sampler: Sampler
     info: BaseModelInfo

@@ -3,10 +3,9 @@ into answers."""
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 
 from app import ids
 from app.domain.accounts import Caller
-from app.domain.records import Checkpoint, Sampler, Session
+from app.domain.records import Sampler
 from app.domain.sampling import SampleRequest
 from app.errors import BadRequest, NotFound
 from app.services.admission import AdmissionService
@@ -23,31 +22,21 @@ from app.services.base_models import BaseModels, sampler_role
 from app.services.openai.answer_text import ParseOptions
 from app.services.openai.answers import AnswerHead, ChatForm, CompletionForm, Form, Usage
 from app.services.openai.captures import CaptureService
-from app.services.openai.generation import Choices, Delta, Options
+from app.services.openai.generation import Choices, Delta, TokenOptions
 from app.services.openai.images import ImageTokensOf
 from app.services.openai.json_schema import ANY_OBJECT, checked_schema
 from app.services.openai.requests import Chat, Sampling, Target
-from app.services.openai.streaming import Asked, ResultStream
+from app.services.openai.samplers import Samplers
+from app.services.openai.streaming import Gone, PendingSample, ResultStream
 from app.services.openai.tokenizer import Tokenizers
 from app.services.polling import LongPollLimiter
-from app.services.sampling import SamplingService, check_size
-from app.services.tenants.access import check_role, list_fields, load_readable
+from app.services.sampling import check_size
 from app.services.tenants.limits import QuotaService
 from app.settings import LimitSettings
 from app.stores.hub_cache import HubCache
-from app.stores.redis.lifecycle import RedisLifecycle
-from app.stores.redis.records import RedisRecords, dump
-
-Gone = Callable[[], bool]
-"""Returns True when the client has closed the connection."""
 
 MakeForm = Callable[[ParseOptions], Form]
 """Returns the form of an answer, which reads thoughts and tool calls in this way."""
-
-_SCHEME = "tinker://"
-_KIND = "sampler_weights"
-_SELECTING = ("kind", "base_model", "lora")
-"""The fields of a checkpoint that decide if it can be sampled from."""
 
 
 class Answer:
@@ -116,167 +105,100 @@ class OpenAiService:
     def complete(self, caller: Caller, asked: Mapping[str, Any], gone: Gone) -> Answer:
         """The answer of a completion. Raises NotFound, BadRequest, TooManyRequests or Unavailable; no sampler runs the
         call then."""
-        model = self._model(caller, asked["model"])
+        target = self._target(caller, asked["model"])
         top, echo, most = asked["logprobs"], asked["echo"], asked["max_tokens"]
         with_ids = asked["return_token_ids"]
-        options = Options(scores=top is not None, ids=with_ids, echo=echo, hidden=most == 0)
+        options = TokenOptions(scores=top is not None, ids=with_ids, echo=echo, hidden=most == 0)
         sampling = _sampling(asked, most, top or 0)
         requests = [
-            model.request(sampling, prompt, score_prompt=echo and options.scores)
-            for prompt in model.prompts(asked["prompt"])
+            target.request(sampling, prompt, score_prompt=echo and options.scores)
+            for prompt in target.prompts(asked["prompt"])
         ]
         if echo and options.scores:  # every choice repeats its prompt
             check_size("echo with logprobs", asked["n"] * (1 + top), sum(len(request.prompt) for request in requests))
         form = CompletionForm(top, ids=with_ids, with_usage=_with_usage(asked))
-        return self._answer(caller, model, asked["model"], requests, form, options, gone)
+        return self._answer(caller, target, requests, form, options, gone)
 
     def chat(self, caller: Caller, asked: Mapping[str, Any], gone: Gone) -> Answer:
         """The answer of a chat. Raises the same errors."""
-        tools = [] if asked["tool_choice"] == "none" else asked["tools"]
         most, schema = asked["max_completion_tokens"] or asked["max_tokens"], _schema(asked["response_format"])
         chat = Chat(
             asked["model"],
             asked["messages"],
-            tools,
-            asked["parallel_tool_calls"],
+            tools=[] if asked["tool_choice"] == "none" else asked["tools"],
+            parallel=asked["parallel_tool_calls"],
             variables=asked["chat_template_kwargs"],
             effort=asked["reasoning_effort"],
             is_json=bool(schema),
             separate=asked["separate_reasoning"],
         )
         sampling = _sampling(asked, most, asked["top_logprobs"], schema)
-        options = Options(scores=asked["logprobs"], ids=asked["return_token_ids"])
+        options = TokenOptions(scores=asked["logprobs"], ids=asked["return_token_ids"])
         form = partial(ChatForm, scores=options.scores, ids=options.ids, with_usage=_with_usage(asked))
         return self.converse(caller, chat, sampling, form, gone, options)
 
     def converse(
-        self, caller: Caller, chat: Chat, sampling: Sampling, form: MakeForm, gone: Gone, options: Options
+        self, caller: Caller, chat: Chat, sampling: Sampling, form: MakeForm, gone: Gone, options: TokenOptions
     ) -> Answer:
         """The answer in a conversation. Raises the same errors."""
-        model = self._model(caller, chat.model)
+        target = self._target(caller, chat.model)
         if chat.is_json and (chat.tools or chat.prefill):
             raise BadRequest("an answer that follows a JSON schema holds no tool call and continues no text: send none")
-        text, prompt = model.chat_prompt(chat)
-        request = model.chat_request(chat, sampling, prompt)
-        parsing = model.parsing(chat, text)
+        text, prompt = target.chat_prompt(chat)
+        request = target.chat_request(chat, sampling, prompt)
+        parsing = target.parsing(chat, text)
         options = replace(options, tags=parsing.tags)
-        return self._answer(caller, model, chat.model, [request], form(parsing), options, gone)
+        return self._answer(caller, target, [request], form(parsing), options, gone)
 
     def count(self, caller: Caller, chat: Chat) -> int:
         """The number of the prompt's tokens in a conversation. It changes nothing, but to encode a text takes time, so
         it is charged as a call. Raises NotFound, BadRequest, TooManyRequests or Unavailable."""
-        model = self._model(caller, chat.model)
+        target = self._target(caller, chat.model)
         self._quotas.take(caller, caller.project)
-        _, prompt = model.chat_prompt(chat)
+        _, prompt = target.chat_prompt(chat)
         return len(prompt.tokens)
 
-    def _model(self, caller: Caller, name: str) -> Target:
+    def _target(self, caller: Caller, name: str) -> Target:
         sampler_id, sampler = self._samplers.of(caller, name)
         info = self._bases.info(sampler_role(full=sampler.full), sampler.base_model)
         tokenizer = self._tokenizers.of(sampler.base_model)
-        return Target(sampler_id, sampler, info, tokenizer, self._image_tokens_of, self._limits)
+        return Target(name, sampler_id, sampler, info, tokenizer, self._image_tokens_of, self._limits)
 
     def _answer(
         self,
         caller: Caller,
-        model: Target,
-        name: str,
+        target: Target,
         requests: Sequence[SampleRequest],
         form: Form,
-        options: Options,
+        options: TokenOptions,
         gone: Gone,
     ) -> Answer:
         with ExitStack() as undo:
             undo.enter_context(self._poll_limiter.occupy(caller.project))
-            self._samplers.ensure(model.sampler_id, model.sampler)
+            self._samplers.ensure(target.sampler_id, target.sampler)
             choices: list[Choices] = []
             for request in requests:
                 # OpenAI's clients send no number, so a repeated call is a new call.
                 number, first = secrets.randbits(62), len(choices) * request.num_samples
-                asked = Asked(ids.request_id(model.sampler_id, number), caller, request.stream)
-                choices.append(Choices(model.tokenizer, request, asked, first, options))
+                pending = PendingSample(ids.request_id(target.sampler_id, number), caller, request.stream)
+                choices.append(Choices(target.tokenizer, request, pending, first, options))
                 # Before the admission, which may raise although the request is admitted.
                 undo.callback(self._leave, choices[-1])
-                self._admission.admit_sample(caller, model.sampler_id, model.sampler, number, request)
-            head = AnswerHead(choices[0].asked.request_id, int(time.time()), name)
-            deltas = chain.from_iterable(self._deltas(model.sampler, choice, gone) for choice in choices)
+                self._admission.admit_sample(caller, target.sampler_id, target.sampler, number, request)
+            head = AnswerHead(choices[0].pending.request_id, int(time.time()), target.name)
+            deltas = chain.from_iterable(self._deltas(target.sampler, choice, gone) for choice in choices)
             return Answer(head, form, choices, deltas, undo.pop_all().close)
 
     def _deltas(self, sampler: Sampler, choices: Choices, gone: Gone) -> Iterator[Delta]:
         yield from choices.deltas(self._result_stream, gone)
-        self._captures.keep(sampler, choices.asked.request_id, choices.request, choices.sequences)
+        self._captures.keep(sampler, choices.pending.request_id, choices.request, choices.sequences)
 
     def _leave(self, choices: Choices) -> None:
-        self._result_stream.leave(choices.asked, ended=choices.ended)
-
-
-class Samplers:
-    """Finds and stores the samplers of OpenAI-compatible calls. All of a project's samplers are in one session, which
-    every request keeps alive."""
-
-    def __init__(
-        self, records: RedisRecords, lifecycle: RedisLifecycle, bases: BaseModels, sampling: SamplingService
-    ) -> None:
-        self._records, self._lifecycle, self._bases, self._sampling = records, lifecycle, bases, sampling
-
-    def of(self, caller: Caller, model: str) -> tuple[str, Sampler]:
-        """(id, sampler) of a base model, a tinker:// path, or "<base>;<path>"; nothing is stored.
-
-        A new save under the same path is a different sampler. Raises Forbidden, NotFound (model, and foreign and
-        missing paths with the same text), or BadRequest for a path that cannot be sampled.
-        """
-        check_role(caller, caller.project)
-        base, path = _parts(model)
-        served = self._bases.names()
-        if base is not None and base not in served:
-            raise NotFound(f"model {base[:200]!r} is not served here; the served models are: {', '.join(served)}")
-        session_id = ids.openai_session_id(caller.project)
-        sampler = self._sampling.resolve(caller, caller.project, session_id, base, path)
-        return ids.openai_sampler_id(session_id, sampler.base_model, sampler.prefix), sampler
-
-    def ensure(self, sampler_id: str, sampler: Sampler) -> None:
-        """Stores the sampler, unless it exists, and notes its use, so that maintenance does not end it before the next
-        request is admitted. Raises Unavailable while there is no room for another."""
-        if self._lifecycle.use_sampler(sampler_id):
-            return
-        session = Session(sampler.owner, self._records.now(), display_name="OpenAI-compatible calls")
-        self._records.put_new(Session.namespace, sampler.session_id, dump(session))
-        self._lifecycle.heartbeat(sampler.session_id)
-        self._records.put_new(Sampler.namespace, sampler_id, dump(sampler))
-
-    def models(self, caller: Caller) -> list[tuple[str, float]]:
-        """(name, creation time) of the base models and the caller's sampler checkpoints that have a live sampler."""
-        live = self._bases.live()
-        found = [(name, 0.0) for name in self._bases.names() if ("sampler", name) in live]
-        names = ("created", *_SELECTING)
-        for path, fields in sorted(list_fields(self._records, caller.roles.keys(), *names).items()):
-            if _is_sampled(*(json.loads(fields[name]) for name in _SELECTING), live=live):
-                found.append((path, json.loads(fields["created"])))
-        return found
-
-    def created(self, caller: Caller, name: str) -> float | None:
-        """The creation time of the one of these `models` with this name; None if there is none."""
-        live = self._bases.live()
-        if name in self._bases.names():
-            return 0.0 if ("sampler", name) in live else None
-        try:
-            found = load_readable(self._records, Checkpoint, name, caller)
-        except NotFound:
-            return None
-        return found.created if _is_sampled(found.kind, found.base_model, found.lora, live=live) else None
-
-    def keep_alive(self, caller: Caller) -> None:
-        """Keeps the caller's session alive while a request runs."""
-        self._lifecycle.heartbeat(ids.openai_session_id(caller.project))
+        self._result_stream.leave(choices.pending, ended=choices.ended)
 
 
 def _entry(name: str, created: float) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": int(created), "owned_by": "tinsmith"}
-
-
-def _is_sampled(kind: str, base_model: str, lora: Mapping[str, Any], *, live: Set[tuple[str, str]]) -> bool:
-    """True for a checkpoint with these fields to sample from, if its sampler is among the `live` ones."""
-    return kind == _KIND and (sampler_role(full=not lora), base_model) in live
 
 
 def _sampling(asked: Mapping[str, Any], most: int | None, top: int, schema: str = "") -> Sampling:
@@ -305,11 +227,3 @@ def _schema(response_format: Mapping[str, Any]) -> str:
 def _with_usage(asked: Mapping[str, Any]) -> bool:
     include: bool = asked["stream_options"]["include_usage"]
     return include
-
-
-def _parts(model: str) -> tuple[str | None, str | None]:
-    """(base model, path), each None if it was not given."""
-    if model.startswith(_SCHEME):
-        return None, model
-    base, between, path = model.partition(f";{_SCHEME}")
-    return base, _SCHEME + path if between else None

@@ -34,7 +34,8 @@ _PROJECT = "project-"
 L = TypeVar("L", Project, Key)
 A = TypeVar("A", Organisation, Project, User, Key)
 
-_NAMESPACE, _KEY = "recalled", "accounts"
+_NOTE = ("recalled", "accounts")
+"""Namespace and key of the note that says whether the state server has the accounts."""
 _RETRY_S = 5.0
 
 
@@ -235,20 +236,20 @@ class AccountRecovery:
         return True
 
     def _is_done(self) -> bool:
-        noted = self._records.get(_NAMESPACE, _KEY)
+        noted = self._records.get(*_NOTE)
         return noted is not None and noted["done"] == "true"
 
     def _recover(self) -> None:
         if time.monotonic() - self._failed < _RETRY_S:
             raise Unavailable("the object store, which holds the accounts, does not answer; try again soon")
-        self._records.put(_NAMESPACE, _KEY, {"done": "false"})
+        self._records.put(*_NOTE, {"done": "false"})
         try:
             found, damaged = self._accounts.rebuild()
         except Unavailable:
             self._failed = time.monotonic()
             raise
         # The update does nothing if the note is gone, because the server may have been emptied meanwhile.
-        self._records.update(_NAMESPACE, _KEY, {"done": "true"})
+        self._records.update(*_NOTE, {"done": "true"})
         log.info("restored %d accounts from the object store", found)
         if damaged:
             log.warning("damaged accounts; restore them in the object store: %s", ", ".join(damaged))

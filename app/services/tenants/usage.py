@@ -185,7 +185,8 @@ def _sessions(fields: Fields) -> Iterator[tuple[str, dict[str, Any]]]:
 def totals(fields: Fields) -> Iterator[tuple[str, str, str, int]]:
     """Kind, session, base model and amount of each kind of usage on a page."""
     for name, amount in fields.items():
-        kind, session, base_model = (*name.split(" ", 2), "")[:3]
+        kind, _, rest = name.partition(" ")
+        session, _, base_model = rest.partition(" ")
         if kind not in (_SESSION, _RUN):
             yield kind, session, base_model, int(amount)
 

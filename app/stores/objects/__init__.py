@@ -19,29 +19,25 @@ def create(settings: Settings, *, may_be_away: bool = False) -> ObjectStore:
     Raises SetupError, which says what to change, when the store cannot be written or does not answer. With
     `may_be_away`, a server that does not answer is no error.
     """
-    url = settings.store.url
-    scheme = urlsplit(url).scheme
-    if scheme in ("", "file"):
-        root, least_free = _folder(settings), settings.engine.free_disk_bytes
-        return FolderStore(root, settings.url_secret, settings.public_url, least_free)
-    if scheme in ("http", "https"):
-        # The import of the minio client takes a third of a second; a folder store does not need it.
-        from app.stores.objects.s3 import S3Store
+    folder, url = folder_of(settings), settings.store.url
+    if folder is not None:
+        return FolderStore(folder, settings.url_secret, settings.public_url, settings.engine.free_disk_bytes)
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise SetupError(f"store.url {url!r} is not file:///folder or http(s)://host:port/bucket")
+    # The import of the minio client takes a third of a second; a folder store does not need it.
+    from app.stores.objects.s3 import S3Store
 
-        return S3Store(settings.store, may_be_away=may_be_away)
-    raise SetupError(f"store.url {url!r} is not file:///folder or http(s)://host:port/bucket")
+    return S3Store(settings.store, may_be_away=may_be_away)
 
 
 def folder_of(settings: Settings) -> Path | None:
-    """The folder of a folder store; None for an S3 server."""
-    return _folder(settings) if urlsplit(settings.store.url).scheme in ("", "file") else None
-
-
-def _folder(settings: Settings) -> Path:
+    """The folder of a folder store; None for an S3 server. Raises SetupError for a URL that names no folder."""
     url = settings.store.url
     if not url:
         return settings.data_dir / "objects"
     parts = urlsplit(url)
+    if parts.scheme not in ("", "file"):
+        return None
     if parts.scheme != "file" or parts.netloc or len(parts.path) < 2:
         raise SetupError(f"store.url {url!r} is not file:///folder: give an absolute folder after file://")
     return Path(unquote(parts.path))

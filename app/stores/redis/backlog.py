@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import filterfalse
 from math import inf
-from typing import cast
+from typing import NamedTuple, cast
 
 import redis
 
@@ -18,13 +18,19 @@ from app import ids
 from app.domain.results import FutureState
 from app.settings import EngineSettings
 from app.stores.redis import keys
-from app.stores.redis.client import Scripts, slices
+from app.stores.redis.client import Scripts, slices, texts
 from app.stores.redis.types import Call, ModelLine, Unfinished, Waiting, WaitingSample
 
 _SLICE = 1000
+_MOST_CALLS, _CALLS_SLICE = 10_000, 500
 
-_MOST = 10_000
-_CALLS_SLICE = 500
+
+class _Sampler(NamedTuple):
+    """A sampler with waiting requests. `paused` are the ids of those that wait until its session is heard again."""
+
+    owner: str
+    queue: str
+    paused: Set[str]
 
 
 class RedisBacklog:
@@ -37,7 +43,7 @@ class RedisBacklog:
 
     def unfinished(self, most: int) -> Unfinished:
         """The `most` models and samples that waited longest without progress."""
-        found = [id_.decode() for id_ in cast(list[bytes], self._redis.zrange(keys.PENDING, 0, most - 1))]
+        found = texts(self._redis.zrange(keys.PENDING, 0, most - 1))
         models = list(filter(ids.is_model_id, found))
         samples = self._samples(list(filterfalse(ids.is_model_id, found)))
         queues = sorted({sample.queue for sample in samples})
@@ -114,16 +120,15 @@ class RedisBacklog:
     def _samples(self, request_ids: Sequence[str]) -> list[WaitingSample]:
         parents = [ids.parent_of(id_) for id_ in request_ids]
         # All requests of a sampler are in one queue; the last request is the least likely to have ended meanwhile.
-        whose = self._places(dict(zip(parents, request_ids, strict=True)))
-        found = []
-        for parent, id_ in zip(parents, request_ids, strict=True):
-            if parent in whose:
-                owner, queue, paused = whose[parent]
-                found.append(WaitingSample(id_, owner, queue, id_ in paused))
-        return found
+        samplers = self._samplers(dict(zip(parents, request_ids, strict=True)))
+        return [
+            WaitingSample(id_, sampler.owner, sampler.queue, id_ in sampler.paused)
+            for parent, id_ in zip(parents, request_ids, strict=True)
+            if (sampler := samplers.get(parent))
+        ]
 
-    def _places(self, requests: Mapping[str, str]) -> dict[str, tuple[str, str, set[str]]]:
-        """(owner, queue, paused requests) by sampler id. `requests` gives one request of each sampler."""
+    def _samplers(self, requests: Mapping[str, str]) -> dict[str, _Sampler]:
+        """The samplers by id. `requests` gives one request of each; a sampler is left out if either has ended."""
         found = {}
         for slice_ in slices(list(requests.items()), _SLICE):
             with self._redis.pipeline(transaction=False) as pipe:
@@ -135,7 +140,7 @@ class RedisBacklog:
             rows = zip(slice_, answers[::3], answers[1::3], answers[2::3], strict=True)
             for (sampler_id, _), owner, queue, paused in rows:
                 if owner and queue:
-                    found[sampler_id] = json.loads(owner), queue.decode(), {each.decode() for each in paused}
+                    found[sampler_id] = _Sampler(json.loads(owner), queue.decode(), set(texts(paused)))
         return found
 
     def _sequences(self, queue: str) -> int:
@@ -153,18 +158,16 @@ class RedisCalls:
         waiting = cast(list[bytes], self._redis.zrange(keys.journal(model_id), -1, -1))
         applied = cast("bytes | None", self._redis.hget(keys.model(model_id), "applied"))
         newest = max(int(seq) for seq in (applied or -1, *waiting))
-        return self.of(ids.request_id(model_id, seq) for seq in range(max(0, newest + 1 - _MOST), newest + 1))
+        return self.of(ids.request_id(model_id, seq) for seq in range(max(0, newest + 1 - _MOST_CALLS), newest + 1))
 
     def of_sampler(self, sampler_id: str) -> list[Call]:
         """The calls of a sampler that run, or have results that nobody has read, by id; the newest 10,000 of each
         client."""
         joined = int(cast("bytes | None", self._redis.hget(keys.record("samplers", sampler_id), "joined")) or 0)
         targets = [ids.poll_target(sampler_id, clone) for clone in range(joined + 1)]
-        found = {request.decode() for request in cast(set[bytes], self._redis.smembers(keys.sampled(sampler_id)))}
+        found = set(texts(self._redis.smembers(keys.sampled(sampler_id))))
         for target in targets:
-            found.update(
-                one.decode() for one in cast(list[bytes], self._redis.zrange(keys.completed(target), -_MOST, -1))
-            )
+            found.update(texts(self._redis.zrange(keys.completed(target), -_MOST_CALLS, -1)))
         return self.of(sorted(found))
 
     def of(self, request_ids: Iterable[str]) -> list[Call]:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import redis
@@ -95,6 +95,16 @@ def text_fields(fields: Mapping[bytes, bytes]) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in fields.items()}
 
 
+def found_fields(names: Iterable[str], values: Any) -> dict[str, str]:
+    """The fields with these names that a hash has, by a reply to HMGET."""
+    return {name: text.decode() for name, text in zip(names, values, strict=True) if text is not None}
+
+
+def texts(found: Any) -> list[str]:
+    """The texts in a reply. It is Any, since the client's types allow replies that `connect` never asks for."""
+    return [text.decode() for text in found]
+
+
 def slices(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     """The items in slices of `size`: the server answers other clients between two round trips."""
     return (items[start : start + size] for start in range(0, len(items), size))
@@ -113,15 +123,14 @@ class Scripts:
     """
 
     def __init__(self, client: redis.Redis, settings: EngineSettings) -> None:
-        texts = scripts.packaged(settings)
-        self._scripts = {name: client.register_script(text) for name, text in texts.items()}
+        self._scripts = {name: client.register_script(text) for name, text in scripts.packaged(settings).items()}
         self._redis, self.replicas = client, settings.replicas
 
     def __call__(self, name: str, *argv: bytes | str | float) -> Any:
         try:
-            return (
-                self._confirmed(name, argv) if name in CONFIRMED and self.replicas else self._scripts[name](args=argv)
-            )
+            if self.replicas and name in CONFIRMED:
+                return self._confirmed(name, argv)
+            return self._scripts[name](args=argv)
         except redis.ResponseError as error:
             if str(error).startswith(_FULL):
                 raise Unavailable(f"{str(error).removeprefix(_FULL)}; try again soon") from None

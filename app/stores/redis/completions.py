@@ -80,9 +80,9 @@ class TokenStreams:
         """Appends the tokens in one round trip, and wakes the readers."""
         requests = set()
         with self._broker.pipeline(transaction=False) as pipe:
-            for piece in chunks:
-                pipe.xadd(keys.stream(piece.request_id), _fields(piece), maxlen=_MOST_ENTRIES)
-                requests.add(piece.request_id)
+            for chunk in chunks:
+                pipe.xadd(keys.stream(chunk.request_id), _fields(chunk), maxlen=_MOST_ENTRIES)
+                requests.add(chunk.request_id)
             for request_id in requests:
                 pipe.expire(keys.stream(request_id), _KEPT_S)
                 pipe.publish(keys.DONE_CHANNEL, request_id)
@@ -100,12 +100,12 @@ class TokenStreams:
         self._broker.delete(keys.stream(request_id))
 
 
-def _fields(piece: TokenChunk) -> dict[Any, Any]:
+def _fields(chunk: TokenChunk) -> dict[Any, Any]:
     return {
-        "index": piece.index,
-        "place": piece.position,
-        "tokens": piece.tokens.astype("<i4").tobytes(),
-        "logprobs": piece.logprobs.astype("<f4").tobytes(),
+        "index": chunk.index,
+        "place": chunk.position,
+        "tokens": chunk.tokens.astype("<i4").tobytes(),
+        "logprobs": chunk.logprobs.astype("<f4").tobytes(),
     }
 
 

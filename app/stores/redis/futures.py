@@ -59,11 +59,11 @@ _FULL_QUEUE: dict[str, tuple[type[RequestError], str]] = {
     ),
 }
 
-# The answer of a script that would admit the call, and has not got its bytes.
+# Reply of a script that would admit the call, but needs its bytes first.
 _ABSENT = b"absent"
-# The answers of a script that has journaled the call now.
+# Replies of a script that has journaled the call in this step.
 _FRESH = (b"fresh", b"held")
-# Reply of a script that did not start a call.
+# Reply of a script that starts the call only once its content has been read.
 _READ_FIRST = b"read"
 
 # Results up to this size stay the whole of result_read_s; the SDK asks again within seconds, if it does.
@@ -306,7 +306,7 @@ class RedisFutures:
         try:
             found = run(*content)
             if found[0] == _ABSENT:
-                self._staging.write(content[1], payload)
+                self._staging.write(content.key, payload)
                 found = run(*content)
         except NotReplicated as error:
             if error.reply and error.reply[0] in _FRESH:

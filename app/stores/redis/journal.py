@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from app import ids
 from app.domain.limits import FREE, Charge
@@ -17,8 +17,9 @@ from app.domain.progress import Point
 from app.domain.results import NOTHING, Result, Usage
 from app.errors import BadRequest, Fenced, Gone, NotFound, RequestError, Unavailable
 from app.stores.redis import keys, limits
-from app.stores.redis.client import flat, read_hash
+from app.stores.redis.client import flat, read_hash, texts
 from app.stores.redis.futures import CONFLICT, RedisFutures
+from app.stores.redis.records import dump_point
 from app.stores.redis.types import Admission, Entry, Lease, NextOp, OwnedElsewhere, Pending, Record, RefusalKind, Write
 
 ENDED = (
@@ -41,8 +42,25 @@ _ERRORS: dict[str, type[RequestError]] = {"unknown": NotFound, "ended": Gone, "f
 # The journal holds a reason twice, and once more in each Op that it fails. A client's text in it may have megabytes.
 _LONGEST_REASON = 1_000
 _RESTORES_S = 3600
-# The bytes of a journal that a restore holds at once.
+# The Ops that a replay reads at once, and the bytes of their content.
 _AT_ONCE, _AT_ONCE_BYTES = 32, 4 * 2**20
+
+
+class _StoredOp(NamedTuple):
+    """The fields of a journalled Op, none if it is missing, and the bytes of its content at the state server."""
+
+    seq: int
+    request_id: str
+    fields: Mapping[bytes, bytes]
+    size: int
+
+    @property
+    def is_spilled(self) -> bool:
+        return b"spilled" in self.fields
+
+    @property
+    def has_content(self) -> bool:
+        return self.is_spilled or self.size > 0
 
 
 class RedisOpLog(RedisFutures):
@@ -89,7 +107,7 @@ class RedisOpLog(RedisFutures):
         more = limits.of_op(charge), audited, trace, *source, *flat(model or {})
 
         def read(found: Any) -> Admission:
-            what, detail = _texts(found)
+            what, detail = texts(found)
             if what in _REFUSALS:
                 text = _REFUSALS[what].format(model=model_id, seq=seq, reason=detail)
                 raise _ERRORS.get(what, BadRequest)(text)
@@ -115,7 +133,7 @@ class RedisOpLog(RedisFutures):
 
         Raises NotFound for an unknown model, Gone for one that has ended.
         """
-        found = _texts(self._run("acquire", model_id, worker, self._lease_ms))
+        found = texts(self._run("acquire", model_id, worker, self._lease_ms))
         if not found:
             raise NotFound(f"model {model_id!r} does not exist")
         if len(found) == 1:
@@ -131,7 +149,7 @@ class RedisOpLog(RedisFutures):
         Returns the ids whose leases are not ours any more. A worker that does not renew a lease is missing: each Op
         that it began and did not put back counts as a crash of this worker.
         """
-        return _texts(self._run("renew", worker, self._lease_ms, *ids))
+        return texts(self._run("renew", worker, self._lease_ms, *ids))
 
     def claim_node(self, node: str, worker: str, claim: str, over: str = "") -> str:
         """Takes the name of a node for a worker. Returns "", or the claim of another live worker that has the name.
@@ -140,7 +158,7 @@ class RedisOpLog(RedisFutures):
 
     def silent_nodes(self) -> dict[str, str]:
         """The claims of workers that are not heard, by node."""
-        found = _texts(self._run("silent_nodes"))
+        found = texts(self._run("silent_nodes"))
         return dict(zip(found[::2], found[1::2], strict=True))
 
     def forget_node(self, node: str, claim: str) -> bool:
@@ -217,25 +235,16 @@ class RedisOpLog(RedisFutures):
                 pipe.hgetall(keys.op(request_id))
                 pipe.strlen(keys.payload(request_id))
             read = pipe.execute()
-        found: list[tuple[int, str, dict[bytes, bytes], bool]] = []
-        left = _AT_ONCE_BYTES
-        for seq, request_id, op, size in zip(seqs, requests, read[::2], read[1::2], strict=False):
-            # The size of content in the object store is not known: such an Op ends the handful.
-            left -= _AT_ONCE_BYTES if b"spilled" in op else size
-            if not op or (found and left < 0):
-                break
-            found.append((seq, request_id, op, b"spilled" in op or size > 0))
-        if not found:
-            return []
-        contents: list[bytes | None] = [None]  # of a single Op, whose content may be large, it is read in pieces
-        if len(found) > 1:
-            contents = cast("list[bytes | None]", self._redis.mget([keys.payload(each) for _, each, *_ in found]))
+        ops = _handful(map(_StoredOp, seqs, requests, read[::2], read[1::2]))
+        contents: list[bytes | None] = [None] * len(ops)  # of a single Op, which may be large, it is read in pieces
+        if len(ops) > 1:
+            contents = cast("list[bytes | None]", self._redis.mget([keys.payload(op.request_id) for op in ops]))
         entries = []
-        for (seq, each, op, has_content), content in zip(found, contents, strict=True):
-            payload = self._payloads.get(each) if has_content and content is None else content or b""
-            if has_content and not payload:
+        for op, content in zip(ops, contents, strict=True):
+            payload = self._payloads.get(op.request_id) if op.has_content and content is None else content or b""
+            if op.has_content and not payload:
                 break
-            entries.append(_entry(seq, each, op, payload))
+            entries.append(_entry(op.seq, op.request_id, op.fields, payload))
         return entries
 
     def commit(
@@ -272,7 +281,7 @@ class RedisOpLog(RedisFutures):
             json.dumps(dict(usage)),
             staged,
             size,
-            _point(point),
+            dump_point(point) if point else "",
             point.tokens if point and point.kind == FORWARD_BACKWARD else 0,
         ):
             raise Fenced(
@@ -340,7 +349,7 @@ class RedisOpLog(RedisFutures):
 
     def sample_queues(self) -> list[str]:
         """The queues to which sampling requests were ever dispatched."""
-        return [queue.decode() for queue in cast("list[bytes]", self._redis.hkeys(keys.RUNG_ROWS))]
+        return texts(self._redis.hkeys(keys.RUNG_ROWS))
 
     def holders(self, model_ids: Sequence[str]) -> list[str]:
         """The node of the worker that holds each model in memory; empty without one. A name that is not UTF-8 hides no
@@ -363,23 +372,25 @@ class RedisOpLog(RedisFutures):
 
     def waiting(self, model_id: str, seq: int, limit: int = 100) -> tuple[str, ...]:
         """The kinds of the waiting Ops from `seq` on, up to a gap."""
-        return tuple(_texts(self._run("waiting", model_id, seq, limit)))
+        return tuple(texts(self._run("waiting", model_id, seq, limit)))
+
+
+def _handful(ops: Iterable[_StoredOp]) -> list[_StoredOp]:
+    """The first of these Ops, as `RedisOpLog.entries` reads them together."""
+    handful: list[_StoredOp] = []
+    left = _AT_ONCE_BYTES
+    for op in ops:
+        # The size of content in the object store is not known: such an Op ends the handful.
+        left -= _AT_ONCE_BYTES if op.is_spilled else op.size
+        if not op.fields or (handful and left < 0):
+            break
+        handful.append(op)
+    return handful
 
 
 def _entry(seq: int, request_id: str, op: Mapping[bytes, bytes], payload: bytes) -> Entry:
     doomed = op.get(b"doomed", b"").decode()
     return Entry(seq, op[b"kind"].decode(), request_id, payload, doomed, int(op[b"attempts"]))
-
-
-def _point(point: Point | None) -> str:
-    if point is None:
-        return ""
-    stored = {"metrics": dict(point.metrics), "tokens": point.tokens, "weight": point.weight, "seconds": point.seconds}
-    return json.dumps(stored, separators=(",", ":"))
-
-
-def _texts(found: Sequence[bytes]) -> list[str]:
-    return [part.decode() for part in found]
 
 
 def _heads(rows: Sequence[Sequence[Any]]) -> list[NextOp]:

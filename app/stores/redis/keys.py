@@ -238,13 +238,13 @@ def routes(request_id: str) -> str:
     return f"{PREFIX}routes:{request_id}"
 
 
-def owned(kind: str, project: str) -> str:
-    """The list of a project's sessions or runs ("session", "model")."""
-    return f"{PREFIX}{kind}s_of:{project}"
+def owned(namespace: str, project: str) -> str:
+    """The list of a project's sessions or runs, whose records are in the namespace."""
+    return f"{PREFIX}{namespace}_of:{project}"
 
 
-def owners(kind: str) -> str:
-    return f"{PREFIX}{kind}_owners"
+def owners(namespace: str) -> str:
+    return f"{PREFIX}{namespace.removesuffix('s')}_owners"
 
 
 def sessions_live(payer: str) -> str:

@@ -17,7 +17,7 @@ from app.domain.results import Result
 from app.errors import NotFound, Unavailable
 from app.settings import EngineSettings
 from app.stores.redis import keys, limits
-from app.stores.redis.client import Scripts, flat, slices
+from app.stores.redis.client import Scripts, flat, slices, texts
 from app.stores.redis.journal import ENDED, RedisOpLog
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import Holder, Record
@@ -84,7 +84,7 @@ class RedisLifecycle:
 
     def expire(self) -> list[str]:
         """Ends the sessions without a sign of life. Returns their ids."""
-        return [id_.decode() for id_ in self._run("expire", self._silence_ms, _EXPIRED_AT_ONCE)]
+        return texts(self._run("expire", self._silence_ms, _EXPIRED_AT_ONCE))
 
     def heard(self, session_ids: Sequence[str]) -> set[str]:
         """Those of these sessions that have not ended. One that its client finished and used again keeps its status."""
@@ -94,8 +94,7 @@ class RedisLifecycle:
     def retired(self) -> list[str]:
         """Sessions that ended `engine.retain_s` ago or earlier."""
         past = self._now_ms() - self._retain_ms
-        found = self._redis.zrangebyscore(keys.SESSIONS_ENDED, "-inf", past, 0, _SLICE)
-        return [id_.decode() for id_ in cast(list[bytes], found)]
+        return texts(self._redis.zrangebyscore(keys.SESSIONS_ENDED, "-inf", past, 0, _SLICE))
 
     def forget(self, session_id: str) -> bool:
         """Removes the record of a retired session. Returns False, without a change, for one that is not retired any
@@ -114,7 +113,7 @@ class RedisLifecycle:
         found = self._run("end_model", model_id, self._unread_s, failed.content_type, failed.body, ended)
         if not found:
             return None
-        base_model, worker, full = (part.decode() for part in found)
+        base_model, worker, full = texts(found)
         return Holder(base_model, ids.node_of(worker), json.loads(full))
 
     def end_calls(self) -> None:
@@ -158,7 +157,7 @@ class RedisLifecycle:
         prefix, found = ids.sampler_prefix(ids.session_of(model_id)), list[str]()
         first, last = f"[{prefix}", b"(" + prefix.encode() + b"\xff"
         while first:
-            rows = [row.decode() for row in self._run("adapters", model_id, first, last, _SLICE)]
+            rows = texts(self._run("adapters", model_id, first, last, _SLICE))
             first = f"({rows.pop()}" if len(rows) % 2 else ""
             found += rows
         return dict(zip(found[::2], found[1::2], strict=True))
@@ -166,8 +165,7 @@ class RedisLifecycle:
     def give_up_adapters(self, sampler_ids: Sequence[str]) -> list[str]:
         """Gives up the adapters of those of these sampling sessions that are not in use, and returns their ids. Their
         requests are refused from then on, and nothing needs the files any more."""
-        found = self._run("give_up_adapters", self._ephemeral_ms, *sampler_ids) if sampler_ids else []
-        return [id_.decode() for id_ in found]
+        return texts(self._run("give_up_adapters", self._ephemeral_ms, *sampler_ids)) if sampler_ids else []
 
     def count_adapters(self, sizes: Mapping[str, int]) -> None:
         """Sets the bytes of adapters of saves without a path, by the names of all payers that have some."""
@@ -177,12 +175,11 @@ class RedisLifecycle:
         """The adapters, by prefix, that unfinished requests of the session's samplers run on."""
         in_use: set[str] = set()
         for sampler_id in self._asked(session_id):
-            requests = [name.decode() for name in cast(set[bytes], self._redis.smembers(keys.sampled(sampler_id)))]
-            for slice_ in slices(requests, _SLICE):
+            for slice_ in slices(texts(self._redis.smembers(keys.sampled(sampler_id))), _SLICE):
                 with self._redis.pipeline(transaction=False) as pipe:
                     for request_id in slice_:
                         pipe.hget(keys.op(request_id), "adapter")
-                    in_use.update(adapter.decode() for adapter in pipe.execute() if adapter)
+                    in_use.update(texts(filter(None, pipe.execute())))
         return in_use
 
     def abort_samples(self, session_id: str | None = None) -> int:
@@ -197,14 +194,13 @@ class RedisLifecycle:
 
     def _asked(self, session_id: str | None = None) -> list[str]:
         """The samplers with unfinished requests, of one session or of all."""
-        asked = [id_.decode() for id_ in cast(set[bytes], self._redis.smembers(keys.SAMPLERS_ASKED))]
+        asked = texts(self._redis.smembers(keys.SAMPLERS_ASKED))
         return asked if session_id is None else [id_ for id_ in asked if id_.startswith(ids.sampler_prefix(session_id))]
 
     def take_revoked(self) -> list[str]:
         """The oldest futures that ended without a result of a run: cancelled ones, and those of ended models. Each is
         returned once."""
-        found = cast("list[bytes] | None", self._redis.lpop(keys.REVOKED, _SLICE))
-        return [id_.decode() for id_ in found or ()]
+        return texts(self._redis.lpop(keys.REVOKED, _SLICE) or ())
 
     def pause_samples(self) -> int:
         """Pauses the unfinished requests of silent sessions, at no attempt: they run when the session is heard again,
@@ -233,7 +229,7 @@ class RedisLifecycle:
     def unwanted(self, model_ids: Iterable[str]) -> set[str]:
         """The models of these that a worker should unload: ended and unknown ones; of those without waiting Ops, the
         unloaded ones and those whose session has ended."""
-        return {id_.decode() for id_ in self._run("unwanted", *model_ids)}
+        return set(texts(self._run("unwanted", *model_ids)))
 
     def loads(self, model_ids: Sequence[str]) -> Iterator[tuple[str, int]]:
         """The Ops in these models' journals, as model id and seq, that read a checkpoint when they run or are
@@ -254,8 +250,7 @@ class RedisLifecycle:
             self._redis.zrem(keys.ORPHANS, *gone)
         for new in slices(sorted(current - marked), _SLICE):
             self._run("mark_orphans", now, *new)
-        found = self._redis.zrangebyscore(keys.ORPHANS, "-inf", now - self._orphan_ms)
-        return [mark.decode() for mark in cast(list[bytes], found)]
+        return texts(self._redis.zrangebyscore(keys.ORPHANS, "-inf", now - self._orphan_ms))
 
     @contextlib.contextmanager
     def removing(self, prefix: str) -> Iterator[bool]:

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import cast
 
 import redis
 
@@ -14,7 +13,7 @@ from app.domain.limits import UNCHARGED, Charge, Limits, Payer, Used
 from app.errors import BudgetSpent, LimitReached, TooManyRequests
 from app.settings import EngineSettings
 from app.stores.redis import keys
-from app.stores.redis.client import Scripts, flat
+from app.stores.redis.client import Scripts, flat, texts
 from app.stores.redis.types import Record
 
 _LIMITED = b"limited"
@@ -80,10 +79,10 @@ class RedisQuotas:
         return Used(models, self._live_sessions(payer), stored, samples, requests, tokens)
 
     def _live_sessions(self, payer: Payer) -> int:
-        listed = cast(set[bytes], self._redis.smembers(keys.sessions_live(payer.name)))
+        listed = texts(self._redis.smembers(keys.sessions_live(payer.name)))
         if not listed:
             return 0
-        heard = self._redis.zmscore(keys.SESSIONS_HEARD, [id_.decode() for id_ in listed])
+        heard = self._redis.zmscore(keys.SESSIONS_HEARD, listed)
         return sum(last is not None for last in heard)
 
 
@@ -106,7 +105,7 @@ def check(found: Sequence[bytes]) -> None:
     """Raises LimitReached or TooManyRequests when the scripts found a call to be over a limit."""
     if not found or found[0] != _LIMITED:
         return
-    name, payer, used, limit, wait_ms = (part.decode() for part in found[1:])
+    name, payer, used, limit, wait_ms = texts(found[1:])
     wait = max(1, math.ceil(int(wait_ms) / 1000))
     text = _TEXTS[name].format(payer=payer.replace(":", " ", 1), used=float(used), limit=float(limit))
     if name in _FINAL:

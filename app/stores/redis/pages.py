@@ -12,7 +12,7 @@ import redis
 from app.settings import EngineSettings
 from app.stores.pages import Fields, Ledger, LedgerPage, PageFiles, StorageUse
 from app.stores.redis import keys
-from app.stores.redis.client import Scripts, read_hash, text_fields
+from app.stores.redis.client import Scripts, read_hash, text_fields, texts
 
 
 class RedisPages:
@@ -24,7 +24,7 @@ class RedisPages:
 
     def close(self, limit: int) -> list[LedgerPage]:
         """Closes the pages of past hours for good. Returns at most this many of the closed pages."""
-        return [LedgerPage.parse(name.decode()) for name in self._run("close_pages", limit)]
+        return [LedgerPage.parse(name) for name in texts(self._run("close_pages", limit))]
 
     def drop(self, page: LedgerPage) -> None:
         """Deletes a closed page that has been stored elsewhere."""
@@ -36,11 +36,9 @@ class RedisPages:
     def find(self, ledger: Ledger, projects: Iterable[str], hours: range) -> dict[LedgerPage, Fields]:
         """The existing pages of these projects and hours."""
         of = set(projects)
-        listed = cast(list[bytes], self._redis.zrangebyscore(keys.PAGES, hours.start, f"({hours.stop}"))
-        pages = [
-            page for name in listed if (page := LedgerPage.parse(name.decode())).ledger == ledger and page.project in of
-        ]
-        return {page: self.fields(page) for page in pages}
+        listed = texts(self._redis.zrangebyscore(keys.PAGES, hours.start, f"({hours.stop}"))
+        pages = map(LedgerPage.parse, listed)
+        return {page: self.fields(page) for page in pages if page.ledger == ledger and page.project in of}
 
     def fields(self, page: LedgerPage) -> Fields:
         """The fields of a page; empty for a page that does not exist."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import redis
 
@@ -16,7 +16,7 @@ from app.errors import Unavailable
 from app.settings import EngineSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.redis import keys
-from app.stores.redis.client import Scripts
+from app.stores.redis.client import Scripts, texts
 
 # To pass 5 MB to a script took four times as long as to write them to a key.
 INLINE_BYTES = 64 * 1024
@@ -35,30 +35,38 @@ _GARBAGE_AT_ONCE, _MOST_STUCK = 500, 3
 _ABANDONED_MS = 3_600_000
 
 
+class Placed(NamedTuple):
+    """Bytes as a script takes them: inline, or b"" and the key that holds large ones, and their size."""
+
+    inline: bytes
+    key: str
+    size: int
+
+
 class Staging:
     """Bytes on their way to a script, which gets the name of a key instead of the bytes themselves."""
 
     def __init__(self, client: redis.Redis) -> None:
         self._redis = client
 
-    def place(self, content: bytes, inline: int = INLINE_BYTES) -> tuple[bytes, str, int]:
-        """(the bytes for a script, the key that will hold them, their size). The key is empty for bytes that are fewer
-        than `inline`, else the bytes are empty."""
-        is_small = len(content) < inline
-        return content if is_small else b"", "" if is_small else keys.staged(uuid.uuid4().hex), len(content)
+    def place(self, content: bytes, least: int = INLINE_BYTES) -> Placed:
+        """Inline, or with a new key for `least` bytes and more. Nothing is written yet."""
+        if len(content) < least:
+            return Placed(content, "", len(content))
+        return Placed(b"", keys.staged(uuid.uuid4().hex), len(content))
 
-    def place_result(self, body: bytes, inline: int) -> tuple[bytes, str, int]:
+    def place_result(self, body: bytes, least: int) -> Placed:
         """As `place`, with the bytes written already. While the server is full, they stay bytes: what runs must drain,
         and only a script may write then. They also stay bytes for an API process of an earlier version."""
-        placed = self.place(body, max(inline, PIECE_BYTES))
-        if not placed[1]:
+        placed = self.place(body, max(least, PIECE_BYTES))
+        if not placed.key:
             return placed
         if not self._reads_pieces():
-            return body, "", len(body)
+            return Placed(body, "", len(body))
         try:
-            self.write(placed[1], body)
+            self.write(placed.key, body)
         except redis.OutOfMemoryError:
-            return body, "", len(body)
+            return Placed(body, "", len(body))
         return placed
 
     def _reads_pieces(self) -> bool:
@@ -121,7 +129,7 @@ class RedisPayloads:
     def due(self, limit: int) -> list[str]:
         """Request ids of the payloads to move now: large ones, and the oldest ones while more than half of the budget
         is used."""
-        return [request_id.decode() for request_id in self._run("due_to_spill", limit)]
+        return texts(self._run("due_to_spill", limit))
 
     def spill(self, request_id: str) -> bool:
         """Moves one payload. Returns False when it was dropped meanwhile. Raises Unavailable; the payload then stays in
@@ -146,7 +154,7 @@ class RedisPayloads:
 
     def due_results(self, limit: int) -> list[str]:
         """Request ids of large results that have to move."""
-        return [request_id.decode() for request_id in self._run("due_results", limit)]
+        return texts(self._run("due_results", limit))
 
     def spill_result(self, request_id: str) -> bool:
         """Moves one result. Returns False when it expired or moved meanwhile. Raises Unavailable; the result then stays
@@ -177,7 +185,7 @@ class RedisPayloads:
         return len(garbage)
 
     def _remove(self, garbage: Sequence[bytes]) -> None:
-        self._objects.delete([key.decode() for key in garbage])
+        self._objects.delete(texts(garbage))
         self._redis.srem(keys.SPILL_GARBAGE, *garbage)
 
     def _remove_singly(self, garbage: Sequence[bytes]) -> None:

@@ -17,7 +17,7 @@ from app.errors import NotFound, TooLarge, Unavailable
 from app.settings import EngineSettings
 from app.stores.pages import Ledger
 from app.stores.redis import keys
-from app.stores.redis.client import Scripts, flat, is_outage, read_hash, slices, text_fields
+from app.stores.redis.client import Scripts, flat, found_fields, is_outage, read_hash, slices, text_fields, texts
 from app.stores.redis.types import Record
 
 _POINT_FIELDS = {each.name for each in dataclasses.fields(Point)} - {"kind", "seq", "at"}
@@ -113,8 +113,7 @@ class RedisRecords:
     def find(self, cls: type[R], key: str) -> R | None:
         """The record, of which only the fields of `cls` are read; None if there is none."""
         names = cls.__match_args__
-        found = cast("list[bytes | None]", self._redis.hmget(keys.record(cls.namespace, key), names))
-        stored = {name: text.decode() for name, text in zip(names, found, strict=True) if text is not None}
+        stored = found_fields(names, self._redis.hmget(keys.record(cls.namespace, key), names))
         return load(cls, stored) if stored else None
 
     def find_key(self, id_: str) -> tuple[Key, User | None] | None:
@@ -203,7 +202,7 @@ class RedisRecords:
             (since, *sums), *lists = pipe.execute()
         found: dict[str, dict[str, str]] = {}
         for project, held, listed in zip(projects, sums, lists, strict=True):
-            paths, few = [path.decode() for path in listed], ("owner", "size_bytes", *names)
+            paths, few = texts(listed), ("owner", "size_bytes", *names)
             its = dict(self.read_fields(_CHECKPOINTS, paths, few) if names else self.read(_CHECKPOINTS, paths))
             if any(json.loads(fields.get("owner", "null")) != project for fields in its.values()):
                 return None
@@ -213,9 +212,9 @@ class RedisRecords:
         return found if since is not None else None
 
     def _relist(self, project: str, owned: Set[str]) -> None:
-        listed = cast(set[bytes], self._redis.smembers(keys.checkpoints_of(project)))
+        listed = texts(self._redis.smembers(keys.checkpoints_of(project)))
         with _outage_tolerated():
-            for slice_ in slices(sorted(owned | {path.decode() for path in listed}), _SLICE):
+            for slice_ in slices(sorted({*owned, *listed}), _SLICE):
                 self._run("relist", project, *slice_)
 
     def list_sessions(self, projects: Collection[str]) -> Sequence[tuple[float, str]]:
@@ -232,12 +231,11 @@ class RedisRecords:
         return self._list_owned(_MODELS, projects)
 
     def _list_owned(self, namespace: str, projects: Collection[str]) -> Sequence[tuple[float, str]]:
-        kind = namespace.removesuffix("s")
         with self._redis.pipeline() as pipe:
             pipe.zcard(keys.index(namespace))
-            pipe.hlen(keys.owners(kind))
+            pipe.hlen(keys.owners(namespace))
             for project in projects:
-                pipe.zrange(keys.owned(kind, project), 0, -1, withscores=True)
+                pipe.zrange(keys.owned(namespace, project), 0, -1, withscores=True)
             total, listed, *lists = pipe.execute()
         if total == listed:
             return [(created, id_.decode()) for rows in lists for id_, created in rows]
@@ -248,20 +246,20 @@ class RedisRecords:
 
     def _correct(self, namespace: str, ids: Iterable[str]) -> None:
         """Corrects the lists of these sessions or runs, and of all that are gone."""
-        listed = cast(list[bytes], self._redis.hkeys(keys.owners(namespace.removesuffix("s"))))
+        listed = texts(self._redis.hkeys(keys.owners(namespace)))
         with _outage_tolerated():
-            for slice_ in slices(sorted({*ids, *(id_.decode() for id_ in listed)}), _SLICE):
+            for slice_ in slices(sorted({*ids, *listed}), _SLICE):
                 self._relist_owned(namespace, slice_)
 
     def correct_some(self, namespace: Literal["sessions", "models"], after: str, limit: int) -> str:
         """Corrects the lists of the next `limit` sessions or runs behind the id `after`: processes of earlier versions
         leave them wrong, and ended sessions stay on those of live ones. Returns the last id; "" where the next round
         begins anew."""
-        index, first = keys.index(namespace), cast(str, b"(" + after.encode() if after else b"-")
-        found = cast(list[bytes], self._redis.zrangebylex(index, first, cast(str, b"+"), 0, limit))
+        first = f"({after}" if after else "-"
+        found = texts(self._redis.zrangebylex(keys.index(namespace), first, "+", 0, limit))
         if found:
-            self._relist_owned(namespace, [id_.decode() for id_ in found])
-        return found[-1].decode() if len(found) == limit else ""
+            self._relist_owned(namespace, found)
+        return found[-1] if len(found) == limit else ""
 
     def _relist_owned(self, namespace: str, ids: Sequence[str]) -> None:
         if namespace == _SESSIONS:
@@ -275,13 +273,13 @@ class RedisRecords:
             yield from slice_
 
     def _id_slices(self, namespace: str, prefix: str) -> Iterator[Sequence[str]]:
-        first, last = b"[" + prefix.encode(), b"[" + prefix.encode() + b"\xff"
+        first, last = f"[{prefix}", cast(str, b"[" + prefix.encode() + b"\xff")
         while True:
-            slice_ = self._redis.zrangebylex(keys.index(namespace), cast(str, first), cast(str, last), 0, _SLICE)
-            yield [id_.decode() for id_ in cast(list[bytes], slice_)]
+            slice_ = texts(self._redis.zrangebylex(keys.index(namespace), first, last, 0, _SLICE))
+            yield slice_
             if len(slice_) < _SLICE:
                 return
-            first = b"(" + cast(list[bytes], slice_)[-1]
+            first = f"({slice_[-1]}"
 
     def read(self, namespace: str, ids: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
         """Reads records by their ids, a slice at a time; a missing one has no fields."""
@@ -301,7 +299,7 @@ class RedisRecords:
             found = self._run("read_fields", namespace, len(names), *names, *slice_)
             values = (found[start : start + len(names)] for start in range(0, len(found), len(names)))
             for id_, its in zip(slice_, values, strict=True):
-                yield id_, {name: text.decode() for name, text in zip(names, its, strict=True) if text is not None}
+                yield id_, found_fields(names, its)
 
     def progress(self, model_ids: Sequence[str], most_points: int) -> Sequence[Progress]:
         """The progress of each model, with at most `most_points` points; an empty one for an unknown or ended model."""
@@ -311,7 +309,7 @@ class RedisRecords:
                 pipe.xrevrange(keys.progress(model_id), count=most_points)
             found = pipe.execute()
         return [
-            Progress(int(steps or 0), int(tokens or 0), [_point(*row) for row in reversed(rows)])
+            Progress(int(steps or 0), int(tokens or 0), [_load_point(*row) for row in reversed(rows)])
             for (steps, tokens), rows in zip(found[::2], found[1::2], strict=True)
         ]
 
@@ -349,8 +347,14 @@ class RedisRecords:
         return seconds + micros / 1e6
 
 
-def _point(id_: bytes, fields: Mapping[bytes, bytes]) -> Point:
-    """A newer worker may have written more than this one knows."""
+def dump_point(point: Point) -> str:
+    """A point as a run's stream holds it, beside its kind and its seq."""
+    stored = {"metrics": dict(point.metrics), "tokens": point.tokens, "weight": point.weight, "seconds": point.seconds}
+    return json.dumps(stored, separators=(",", ":"))
+
+
+def _load_point(id_: bytes, fields: Mapping[bytes, bytes]) -> Point:
+    """The inverse of `dump_point`. A newer worker may have written more than this one knows."""
     at = int(id_.partition(b"-")[0]) / 1000
     known = {name: value for name, value in json.loads(fields[b"point"]).items() if name in _POINT_FIELDS}
     return Point(fields[b"kind"].decode(), seq=int(fields[b"seq"]), at=at, **known)

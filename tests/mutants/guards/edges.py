@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "sessions: time in which no client could be heard",
-        "workers/maintenance/leader.py",
+        "workers/maintenance/sessions.py",
         "if taken_s >= self._session_s:",
         "if True:",
         f"{_SESSIONS}::test_after_an_outage_a_client_has_time_to_come_back_before_its_run_is_removed",
@@ -103,7 +103,7 @@ MUTANTS = (
     # The samples of silent clients make way.
     Mutant(
         "pauses: time in which no client could be heard",
-        "workers/maintenance/leader.py",
+        "workers/maintenance/sessions.py",
         " if taken_s >= PAUSE_S else 0",
         "",
         f"{_SESSIONS}::test_samples_are_paused_for_silence_in_which_calls_were_taken",
@@ -266,7 +266,7 @@ MUTANTS = (
     Mutant(
         "restore: a call that has ended needs none",
         "workers/train/runner.py",
-        "        if seq > lease.applied:\n            self._retry_backoff.retry_later",
+        "        if dispatch.seq > lease.applied:\n            self._retry_backoff.retry_later",
         "        if True:\n            self._retry_backoff.retry_later",
         f"{_RESTORES}::test_a_call_that_has_ended_asks_for_one_restore_only[breaks]",
     ),
@@ -344,8 +344,8 @@ MUTANTS = (
     Mutant(
         "entries: no more than a handful",
         "app/stores/redis/journal.py",
-        "if not op or (found and left < 0):",
-        "if not op:",
+        "if not op.fields or (handful and left < 0):",
+        "if not op.fields:",
         f"{_BOUNDS}::test_a_replay_reads_few_bytes_at_once",
     ),
     Mutant(
@@ -371,7 +371,7 @@ MUTANTS = (
     ),
     Mutant(
         "end_model: the rest of a long journal is deleted later",
-        "workers/maintenance/leader.py",
+        "workers/maintenance/sessions.py",
         "        self._lifecycle.end_calls()",
         "        pass",
         f"{_SESSIONS}::test_the_rest_of_an_ended_models_journal_is_deleted_though_whoever_ended_it_has_died",

@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant(
         "turns: no switch for an Op that is missing",
         "workers/train/runner.py",
-        "        self._check_arrived(resident, seq, kind)\n",
+        "        self._check_arrived(resident, dispatch)\n",
         "",
         f"{_SHARED}::test_a_call_behind_one_that_is_missing_waits_for_no_turn",
     ),
@@ -86,10 +86,10 @@ MUTANTS = (
     ),
     Mutant(
         "turns: a sleeping engine is not probed",
-        "workers/process/liveness.py",
+        "workers/sample/probe.py",
         "is_due and self._has_gpu_turn() and",
         "is_due and",
-        "tests/unit/workers/process/test_probe.py::test_a_sampler_that_sleeps_is_not_woken_and_is_probed_at_its_next_turn",
+        "tests/unit/workers/sample/test_probe.py::test_a_sampler_that_sleeps_is_not_woken_and_is_probed_at_its_next_turn",
     ),
     Mutant(
         "turns: the sampler's GPUs are among the trainer's",

@@ -375,6 +375,13 @@ MUTANTS = (
         f"{_ROUTES}::test_a_repeat_of_the_call_gets_the_same_future_whatever_the_routes_are_by_then",
     ),
     Mutant(
+        "routes: a batch as JSON has no spans",
+        "app/wire/json_bodies.py",
+        "[()] * datums",
+        "[]",
+        f"{_ROUTES}::test_a_batch_as_json_has_no_routes",
+    ),
+    Mutant(
         "routes: a recomputed layer takes them too",
         "workers/backends/training/memory.py",
         "with lora.use(adapters), routers.use(recorder):",

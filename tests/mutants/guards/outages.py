@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-_LEADER = "workers/maintenance/leader.py"
+_SESSIONS = "workers/maintenance/sessions.py"
+_SPILLS = "workers/maintenance/spilling.py"
 _ORPHANS = "workers/maintenance/orphans.py"
-_ADAPTERS = "workers/sample/adapters.py"
+_ADAPTER_FILES = "workers/sample/adapter_files.py"
 _LUA = "app/stores/redis/lua"
 _TEARDOWN = "tests/unit/workers/maintenance/test_slow_teardown.py"
 _HANGS = f"{_TEARDOWN}::test_while_the_object_store_hangs_a_round_tears_down_one_run_and_the_next_comes_much_later"
@@ -24,14 +25,14 @@ MUTANTS = (
     # Teardown of retired sessions.
     Mutant(
         "sessions: samples wait for no teardown",
-        _LEADER,
+        _SESSIONS,
         "        aborted = self._lifecycle.abort_samples()\n",
         "        self._retire()\n        aborted = self._lifecycle.abort_samples()\n",
         f"{_TEARDOWN}::test_the_samples_of_a_client_that_is_back_wait_for_no_teardown",
     ),
     Mutant(
         "sessions: one that cannot be torn down",
-        _LEADER,
+        _SESSIONS,
         "with isolated(session_id):",
         "if True:",
         f"{_TEARDOWN}::test_a_session_that_cannot_be_torn_down_keeps_no_other",
@@ -67,30 +68,30 @@ MUTANTS = (
     ),
     Mutant(
         "sessions: a round of teardown ends between sessions",
-        _LEADER,
+        _SESSIONS,
         "if time.monotonic() >= until:",
         "if False:",
         _HANGS,
     ),
-    Mutant("sessions: teardown has pauses", _LEADER, "if started < self._retiring_due:", "if False:", _HANGS),
+    Mutant("sessions: teardown has pauses", _SESSIONS, "if started < self._retiring_due:", "if False:", _HANGS),
     # Spilling.
     Mutant(
         "spilling: an object that cannot be deleted",
-        _LEADER,
+        _SPILLS,
         "        try:\n            self._move()\n",
         "        self._payloads.remove_garbage()\n        try:\n            self._move()\n",
         f"{_SPILLING}::test_an_object_that_cannot_be_deleted_keeps_nothing_from_moving",
     ),
     Mutant(
         "spilling: a payload that cannot be moved goes last",
-        _LEADER,
+        _SPILLS,
         "sorted(due, key=self._failed.__contains__)",
         "due",
         _STUCK,
     ),
     Mutant(
         "spilling: a payload that cannot be moved keeps no garbage",
-        _LEADER,
+        _SPILLS,
         "        finally:\n            self._payloads.remove_garbage()",
         "        except ZeroDivisionError:\n            self._payloads.remove_garbage()",
         _STUCK,
@@ -121,21 +122,21 @@ MUTANTS = (
     # Adapters that only a trainer can bring.
     Mutant(
         "adapters: missing files are seldom asked for",
-        _ADAPTERS,
+        _ADAPTER_FILES,
         "if now - missing.asked > _ASK_AGAIN_S:",
         "if True:",
         f"{_MISSING}::test_however_many_requests_want_missing_files_their_owner_is_requested_every_half_minute",
     ),
     Mutant(
         "adapters: files that came are missing no more",
-        _ADAPTERS,
+        _ADAPTER_FILES,
         "                self._missing.pop(prefix, None)\n                return",
         "                return",
         f"{_MISSING}::test_files_that_came_and_are_lost_again_are_requested_at_once",
     ),
     Mutant(
         "adapters: files that are gone are missing no more",
-        _ADAPTERS,
+        _ADAPTER_FILES,
         "                    self._missing.pop(prefix, None)\n                    raise",
         "                    raise",
         f"{_MISSING}::test_nothing_is_remembered_of_missing_files_once_they_are_gone",

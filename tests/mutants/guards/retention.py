@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         "retention: an owner's choice after a rebuild",
-        "app/services/recovery.py",
+        "app/services/recovery/rebuild.py",
         'OWNER if has_note(keys, "expires_at") else written.expiry_by',
         "written.expiry_by",
         _PROJECTS_TTL,

@@ -76,7 +76,7 @@ MUTANTS = (
     ),
     Mutant(
         "vLLM: a context where it would not scale queries is refused",
-        "workers/backends/sampling/vllm/engine.py",
+        "workers/backends/sampling/vllm/checks.py",
         'rope.get("llama_4_scaling_beta") and max_context > unscaled',
         "False",
         "--confcutdir=tests/unit/workers/backends/sampling "
@@ -85,9 +85,9 @@ MUTANTS = (
     ),
     Mutant(
         "vllm: latent attention is refused on a CPU",
-        "workers/backends/sampling/vllm/engine.py",
-        'if any(hasattr(module, "kv_lora_rank") for module in skeleton.modules()):',
-        "if False:",
+        "workers/backends/sampling/vllm/checks.py",
+        'if not any(hasattr(module, "kv_lora_rank") for module in skeleton.modules()):',
+        "if True:",
         "--confcutdir=tests/unit/workers/backends/sampling "
         "tests/unit/workers/backends/sampling/vllm/test_vllm_setup.py::test_latent_attention_is_refused_on_a_cpu",
     ),
@@ -102,7 +102,7 @@ MUTANTS = (
     ),
     Mutant(
         "vllm: heads that its CPU kernels lack are refused",
-        "workers/backends/sampling/vllm/engine.py",
+        "workers/backends/sampling/vllm/checks.py",
         "    if missing:\n",
         "    if False:\n",
         "--confcutdir=tests/unit/workers/backends/sampling "
@@ -111,7 +111,7 @@ MUTANTS = (
     ),
     Mutant(
         "vllm: float32 under adapters is refused on a GPU",
-        "workers/backends/sampling/vllm/engine.py",
+        "workers/backends/sampling/vllm/checks.py",
         ' and engine_args["dtype"] == "float32"',
         " and False",
         "--confcutdir=tests/unit/workers/backends/sampling "
@@ -401,7 +401,7 @@ MUTANTS = (
     # OpenAI's clients.
     Mutant(
         "openai: chat templates run in a sandbox",
-        "app/services/openai/tokenizer.py",
+        "app/services/openai/chat_templates.py",
         "    environment = ImmutableSandboxedEnvironment(",
         "    from jinja2 import Environment\n    environment = Environment(",
         f"{_OPENAI}/test_tokenizer.py::test_a_template_reaches_nothing_but_what_it_is_given",

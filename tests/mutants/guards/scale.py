@@ -239,10 +239,10 @@ MUTANTS = (
     # Positions of many waiting calls.
     Mutant(
         "positions: the models of a project are counted once",
-        "app/services/queue.py",
+        "app/services/queue_positions.py",
         "if (owner, turns) not in self._in_turns:",
         "if True:",
-        "tests/unit/app/services/test_queue.py::test_the_models_of_a_project_are_counted_once_for_all_of_its_calls",
+        "tests/unit/app/services/test_queue_positions.py::test_the_models_of_a_project_are_counted_once_for_all_of_its_calls",
     ),
     Mutant(
         "positions: what runs a call is read once for each of 5,000 models",

@@ -168,7 +168,7 @@ MUTANTS = (
         "disk: a refused call is not written",
         "app/stores/redis/futures.py",
         "        content = self._staging.place(payload)\n",
-        "        content = self._staging.place(payload)\n        self._staging.write(content[1], payload)\n",
+        "        content = self._staging.place(payload)\n        self._staging.write(content.key, payload)\n",
         f"{_STORES}/test_shortage.py::test_a_large_call_that_is_refused_is_not_written_to_disk",
     ),
     Mutant(

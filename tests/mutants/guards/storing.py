@@ -391,10 +391,10 @@ MUTANTS = (
     ),
     Mutant(
         "rebuild: times of two clocks",
-        "app/services/recovery.py",
+        "app/services/recovery/rebuild.py",
         "self._saved(stored.prefix)",
         "stored.created",
-        "tests/unit/app/services/test_recovery.py::test_the_later_save_counts_whatever_the_difference_between_a_workers_"
+        "tests/unit/app/services/recovery/test_rebuild.py::test_the_later_save_counts_whatever_the_difference_between_a_workers_"
         "clock_and_the_state_servers",
     ),
     Mutant(

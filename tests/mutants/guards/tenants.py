@@ -402,7 +402,7 @@ MUTANTS = (
     ),
     Mutant(
         "limits: messages of a chat",
-        "app/api/base.py",
+        "app/api/schemas.py",
         "if len(value) > self._most:",
         "if False:",
         "tests/unit/app/api/chat/openai/test_refusals.py",

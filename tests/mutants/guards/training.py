@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         "committer: no snapshot of a state that has gone",
         "workers/train/committer.py",
-        "        if self._owner.resident(resident.lease.model_id) is resident:",
+        "        if self._owner.resident(resident.model_id) is resident:",
         "        if True:",
         f"{_OVERFLOW}::test_no_snapshot_is_taken_of_a_spoiled_state",
     ),
@@ -238,7 +238,7 @@ MUTANTS = (
     ),
     Mutant(
         "load_weights: an adapter of another scale",
-        "workers/backends/training/state.py",
+        "workers/backends/training/states/adapter.py",
         "if self.adapter.scaling != other.adapter.scaling:",
         "if False:",
         "tests/conformance/test_training_checkpoints.py::test_an_adapter_of_another_shape_changes_nothing[spec2-torch]",

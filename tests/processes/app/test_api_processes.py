@@ -17,7 +17,7 @@ import pytest
 
 from app.domain.records import Model
 from app.domain.results import Result
-from app.services.tenants.access import project_of
+from app.services.tenants.authentication import project_of
 from app.settings import hash_key
 from app.stores.redis.records import dump
 from app.stores.redis.types import Lease

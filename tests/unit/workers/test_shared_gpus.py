@@ -40,7 +40,8 @@ from tests.unit.workers.conftest import (
     undisturbed,
 )
 from tests.unit.workers.train.saves import OTHER, SAVE, Dispatch, GatedStore, admit, applied, dispatch, store
-from workers.backends.sampling.base import SamplerBackend, create
+from workers.backends.sampling.backends import create
+from workers.backends.sampling.base import SamplerBackend
 from workers.backends.training import backends as training
 from workers.process.gpu_turns import GpuTurns, SamplerInTurns, TrainerInTurns
 from workers.sample.admission import BatchAdmission

@@ -1,5 +1,5 @@
-"""The sampling backend protocol, the choice of the engine behind it, and the checks and seeds of a request, which all
-engines share. No heavy library loads with this module.
+"""The sampling backend protocol, and the checks and seeds of a request, which all engines share. No heavy library loads
+with this module.
 
 `sample` blocks and is called from many threads at once; the engine batches the calls. Adapters are immutable: one
 adapter id always means the same weights, so a request can run again anywhere. No torch type crosses this protocol.
@@ -16,11 +16,8 @@ A RequestHandle observes the tokens of a request while it runs, and cancels it.
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from math import isnan
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,10 +26,8 @@ import numpy as np
 
 from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
-from app.errors import SetupError, TinsmithError, Unavailable, UserOpError
-from app.settings import NO_VLLM, BaseModelSettings
+from app.errors import TinsmithError, Unavailable, UserOpError
 
-log = logging.getLogger(__name__)
 BATCH = 64
 """Sequences decoded together where the settings say 0, except with vLLM on a GPU."""
 OnTokens = Callable[[int, Sequence[int], Sequence[float]], None]
@@ -156,51 +151,6 @@ class RequestHandle:
                 self._callbacks.append(callback)
                 return
         callback()
-
-
-def create(settings: BaseModelSettings, *, full: bool = False) -> SamplerBackend:
-    """Makes the backend the settings ask for; "auto" is vLLM with a GPU and vLLM installed, else transformers.
-
-    `full`: it loads all weights of a model, one model at a time, in the place of the base's weights.
-
-    Raises SetupError if the settings name a GPU that this machine does not have. If the settings name vLLM and it
-    cannot run here, `open` raises it instead.
-    """
-    import torch
-
-    from workers.backends.devices import check_gpus
-
-    check_gpus()
-    gpus = torch.cuda.device_count()
-    # The process is bound to its part of the devices (workers/cli.py).
-    bound = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if settings.sampler.devices else []
-    check_devices(bound, gpus)
-    if choose(settings.sampler.backend, gpus, vllm=find_spec("vllm") is not None) == "vllm":
-        from workers.backends.sampling.vllm.backend import VllmSampler
-
-        return VllmSampler(settings, full=full)
-    from workers.backends.sampling.transformers.backend import TransformersSampler
-
-    return TransformersSampler(settings, full=full)
-
-
-def choose(asked: str, gpus: int, *, vllm: bool) -> str:
-    """Returns the backend for a machine with `gpus` GPUs, with or without vLLM.
-
-    Logs a warning when there is a GPU but no vLLM to use it.
-    """
-    if asked != "auto":
-        return asked
-    if gpus and not vllm:
-        log.warning(NO_VLLM)
-    return "vllm" if gpus and vllm else "transformers"
-
-
-def check_devices(named: Sequence[str], gpus: int) -> None:
-    """Raises SetupError when a named GPU is missing. `gpus` counts the named GPUs that torch sees."""
-    if len(named) > gpus:
-        seen = f"only {gpus} of them" if gpus else "no GPU"
-        raise SetupError(f"sampler.devices is [{', '.join(named)}], but torch sees {seen} here; correct the list")
 
 
 def check_request(request: SampleRequest, info: BaseModelInfo) -> None:

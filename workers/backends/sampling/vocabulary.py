@@ -11,7 +11,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 from app.domain.sampling import TokenText
 from app.errors import SetupError
 from app.settings import BaseModelSettings
-from workers.models.base_model import explained, local_path, read_config
+from workers.models.base_model import read_config
+from workers.models.loading.source import explained, local_path
 
 _UNFINISHED = "\ufffd"
 # A character has at most this many bytes, and a token has hardly ever less than one byte.

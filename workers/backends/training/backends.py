@@ -7,7 +7,7 @@ The DeepSpeed trainer puts the base in a DeepSpeed engine at ZeRO stage 0 to 3, 
 Stage 3 splits the base over the ranks and gathers a layer while it is used. Stages 1 and 2 split optimizer state and
 gradients. Here both belong to the models, which live outside the engine, so that many tenants of any LoRA rank can
 share it. workers/backends/training/ranks.py splits the optimizer state from stage 1 on.
-workers/backends/training/full_state.py splits the gradients of full fine-tuning from stage 2 on. Gradients of adapters
+workers/backends/training/states/full.py splits the gradients of full fine-tuning from stage 2 on. Gradients of adapters
 are small and are not split.
 """
 
@@ -31,8 +31,8 @@ from app.settings import BaseModelSettings, TrainerSettings
 from app.settings.gpus import shown
 from workers.backends.devices import check_gpus
 from workers.backends.training import packing, sequence_parallel
+from workers.backends.training.architectures import logit_rule
 from workers.backends.training.engine import Engine, EngineLost, HiddenStates, TorchEngine, elements_held
-from workers.backends.training.lm_head import logit_rule
 from workers.backends.training.ranks import (
     COMPUTE_DEADLINE,
     RankGroup,
@@ -48,7 +48,7 @@ from workers.models.base_model import LoadedBase
 from workers.models.loading.sharded import Split
 from workers.models.tensor_parallel import SplitLayers
 
-_SPLIT = "trainer.tensor_parallel"
+_TENSOR_PARALLEL = "trainer.tensor_parallel"
 
 
 def create(settings: BaseModelSettings, *, full: bool = False) -> Trainer:
@@ -123,11 +123,8 @@ class DeepSpeedBackend(Trainer):
     """A TrainingBackend in one rank group. Without a launcher (torchrun), which sets RANK, WORLD_SIZE, ..., the group
     has one rank."""
 
+    @default_environment()
     def start_engine(self) -> Engine:
-        with default_environment():
-            return self._start_engine()
-
-    def _start_engine(self) -> Engine:
         self._settings.check_tensor_parallel()
         trainer = self._settings.trainer
         device = rank_device(trainer)
@@ -143,13 +140,12 @@ class DeepSpeedBackend(Trainer):
             # tokens without an adapter would send nothing back to the ranks that share their datum.
             base.model.enable_input_require_grads()
         hidden_states = HiddenStates(base.model, trainer, ranks.greatest if collective_passes else int, sequence, split)
+        groups = None if split is None else DataParallelGroups.of(ranks, sequence)
         return DeepSpeedEngine(
             base=base,
             hidden_states=hidden_states,
             ranks=ranks,
-            engine=_initialize(
-                base, hidden_states, trainer, None if split is None else DataParallelGroups.of(ranks, sequence)
-            ),
+            engine=_initialize(base, hidden_states, trainer, groups),
             split_layers=split,
             trained=trained,
             shards_optimizer=trainer.zero_stage > 0,
@@ -184,7 +180,7 @@ def _parallel_groups(ranks: RankGroup, settings: BaseModelSettings) -> tuple[Mod
     trainer = settings.trainer
     if trainer.tensor_parallel == 1:
         return ModelParallelGroup.of(ranks, trainer.sequence_parallel), None
-    group = ModelParallelGroup.of(ranks, trainer.tensor_parallel, _SPLIT)
+    group = ModelParallelGroup.of(ranks, trainer.tensor_parallel, _TENSOR_PARALLEL)
     return group, split_layers(settings, group)
 
 
@@ -192,7 +188,7 @@ def split_layers(settings: BaseModelSettings, group: ModelParallelGroup) -> Spli
     """Makes the layers of a base that a group of ranks splits. Raises SetupError where they cannot."""
     model = base_model.skeleton(settings)
     packed = logit_rule(model) is not None
-    sequence_parallel.check(model, group.size, packed=packed, setting=_SPLIT, one_for_several=True)
+    sequence_parallel.check(model, group.size, packed=packed, setting=_TENSOR_PARALLEL, one_for_several=True)
     return SplitLayers(model, group.rank, group.size, group.group)
 
 
@@ -265,7 +261,7 @@ def _split(settings: BaseModelSettings, device: torch.device, layers: SplitLayer
 
 
 def _initialize(
-    base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerSettings, parts: DataParallelGroups | None
+    base: LoadedBase, hidden_states: HiddenStates, trainer: TrainerSettings, groups: DataParallelGroups | None
 ) -> Any:
     """Puts the base in a DeepSpeed engine, with fp32 tensors still in fp32: the bf16 mode would round RoPE's angles and
     the weights that transformers keeps in fp32.
@@ -280,7 +276,7 @@ def _initialize(
         # It runs once for each length of its datums. Stage 3 must gather it once, since ranks have different lengths.
         _deepspeed().utils.set_z3_leaf_module(layer, True)
     with redirect_stdout(StringIO()):  # DeepSpeed prints memory reports and build notes at any log level
-        engine, *_ = _deepspeed().initialize(model=hidden_states, config=config, optimizer=optimizer, mpu=parts)
+        engine, *_ = _deepspeed().initialize(model=hidden_states, config=config, optimizer=optimizer, mpu=groups)
     for name, buffer in base.model.named_buffers():
         buffer.data = buffers.get(name, buffer.data)
     for parameter, data in wider.items():

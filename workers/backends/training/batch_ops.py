@@ -22,7 +22,7 @@ from app.domain.results import CriticOutput, ForwardBackwardOutput
 from app.errors import UserOpError
 from workers.backends.training.losses import LOSS_FNS
 from workers.backends.training.losses.custom import CustomLossRun
-from workers.backends.training.state import ModelState
+from workers.backends.training.states.base import ModelState
 from workers.models.adapter import Adapter
 from workers.models.routers import NO_ROUTE, load_metrics
 

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.domain.ops import LoraSpec
 from app.errors import UnservableModel
 from app.settings import BaseModelSettings, TrainerSettings
 from workers.backends.devices import moved
 from workers.backends.training import packing, sequence_parallel
+from workers.backends.training.architectures import LogitRule, logit_rule
 from workers.backends.training.attention import NAME, packed_attention
-from workers.backends.training.lm_head import LmHead, LogitRule, WeightGradient, logit_rule
-from workers.backends.training.memory import Activations, bytes_of_trained
+from workers.backends.training.lm_head import LmHead, WeightGradient
+from workers.backends.training.memory import Activations, bytes_of_trained, checkpointable_layers
 from workers.backends.training.packing import runs_of
 from workers.backends.training.ranks import RankGroup
 from workers.backends.training.sequence_parallel import ALONE, ModelParallelGroup
@@ -164,7 +164,7 @@ def elements_held(model: nn.Module) -> int:
 
 
 class HiddenStates(nn.Module):
-    """Computes the last hidden states of known architectures (workers/backends/training/lm_head.py); else logits.
+    """Computes the last hidden states of known architectures (workers/backends/training/architectures.py); else logits.
 
     Other architectures give hidden states only where `forward` gets `hidden`, as for critics.
 
@@ -181,10 +181,10 @@ class HiddenStates(nn.Module):
         trainer: TrainerSettings,
         agreed: Callable[[int], int] = int,
         sequence: ModelParallelGroup = ALONE,
-        layers: SplitLayers | None = None,
+        split_layers: SplitLayers | None = None,
     ) -> None:
         """Prepares `model`, a transformers PreTrainedModel. `agreed`: see Activations. `sequence`: ranks that share
-        every forward: its tokens, or all of its tokens with `layers` that are split among them.
+        every forward: its tokens, or all of its tokens with `split_layers`, which are split among them.
 
         From here on, a known model computes attention with workers/backends/training/attention.py. Raises SetupError
         when `trainer` wants activation checkpointing and the model has no layers made for it, or when the ranks cannot
@@ -193,8 +193,8 @@ class HiddenStates(nn.Module):
         super().__init__()
         self.model = model
         self.packed = logit_rule(model) is not None
-        self._token_group = ALONE if layers else sequence  # the ranks among which the layers share the tokens
-        self._layers, self._layer_group = layers, sequence if layers else ALONE
+        self._split_layers, self._sequence = split_layers, sequence
+        self._token_group = ALONE if split_layers else sequence  # the ranks among which the layers share the tokens
         name = NAME
         if self._token_group.size > 1:
             sequence_parallel.check(model, sequence.size, packed=self.packed)
@@ -207,7 +207,7 @@ class HiddenStates(nn.Module):
         self.fused = trainer.fused_kernels and fused.usable(next(model.parameters()).device)
         if self.fused and self.packed:  # the architectures of which tests/parity/test_fused.py shows the results
             fused.fuse(model)
-        self.layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        self.layers = checkpointable_layers(model)
         self.on_layer_gradients: Callable[[nn.Module], None] | None = None
         self._activations = Activations(model, trainer.activation_checkpointing, agreed)
         self._trainer = trainer
@@ -234,7 +234,7 @@ class HiddenStates(nn.Module):
             if picture is not None:
                 with _routed(routing, slice(0, len(tokens))):
                     return self._seen(tokens, lengths, owners, picture)
-            return self._run(tokens, lengths, owners, hidden, routing)
+            return self._run(tokens, lengths, owners, hidden=hidden, routing=routing)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -274,7 +274,7 @@ class HiddenStates(nn.Module):
     def _probe(self, device: torch.device, count: int) -> None:
         """Runs `count` tokens through the base with an adapter on every linear, unless the base itself is trained."""
         owners = [(self._probe_adapter(device), 1)]
-        self._run(torch.zeros(count, dtype=torch.int64, device=device), [count], owners, True, None)
+        self._run(torch.zeros(count, dtype=torch.int64, device=device), [count], owners, hidden=True)
 
     @torch.no_grad()
     def check_runs(self, settings: BaseModelSettings, device: torch.device) -> None:
@@ -287,7 +287,7 @@ class HiddenStates(nn.Module):
             return
         tokens = torch.arange(1, 9, device=device)
         try:
-            logits = self._run(torch.cat([tokens, tokens[:4]]), [8, 4], [(self._probe_adapter(device), 2)], False, None)
+            logits = self._run(torch.cat([tokens, tokens[:4]]), [8, 4], [(self._probe_adapter(device), 2)])
         except _WRONG_INPUT as error:
             raise UnservableModel(f"base model {settings.name!r} cannot run text alone: {error!r}") from error
         centred = logits.float() - logits.float().mean(-1, keepdim=True)  # an offset of all tokens changes no logprob
@@ -303,14 +303,20 @@ class HiddenStates(nn.Module):
         return any(parameter.requires_grad for parameter in self.model.parameters())
 
     def _run(
-        self, tokens: Tensor, lengths: Sequence[int], owners: Owners, hidden: bool, routing: Routing | None
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        owners: Owners,
+        *,
+        hidden: bool = False,
+        routing: Routing | None = None,
     ) -> Tensor:
         if not self.packed:
             return self._padded(tokens, lengths, owners, hidden)
-        if self._layers is None:
+        if self._split_layers is None:
             return self._packed(tokens, lengths, owners, routing)
-        parts = [(None if adapter is None else self._layers.own(adapter), count) for adapter, count in owners]
-        return sequence_parallel.own_rows(self._packed(tokens, lengths, parts, routing), self._layer_group)
+        parts = [(None if adapter is None else self._split_layers.own(adapter), count) for adapter, count in owners]
+        return sequence_parallel.own_rows(self._packed(tokens, lengths, parts, routing), self._sequence)
 
     def _packed(self, tokens: Tensor, lengths: Sequence[int], owners: Owners, routing: Routing | None) -> Tensor:
         own = self._token_group.own(len(tokens))

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
@@ -132,8 +133,7 @@ def bytes_of_trained(model: Any, trainer: TrainerSettings) -> int:
 
 def _largest_in_backward(model: nn.Module, sizes: Mapping[int, int]) -> int:
     """The elements whose gradients wait for their owners at once: those of one layer, and of no layer."""
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    by_layer = [{id(weight) for weight in layer.parameters()} for layer in layers]
+    by_layer = [{id(weight) for weight in layer.parameters()} for layer in checkpointable_layers(model)]
     outside = sizes.keys() - set().union(*by_layer)
     return sum(sizes[one] for one in outside) + max((sum(sizes[one] for one in own) for own in by_layer), default=0)
 
@@ -141,6 +141,11 @@ def _largest_in_backward(model: nn.Module, sizes: Mapping[int, int]) -> int:
 def _numel(weight: Tensor) -> int:
     """The elements of a weight. ZeRO-3 empties it and keeps a record."""
     return int(getattr(weight, "ds_numel", weight.numel()))
+
+
+def checkpointable_layers(model: nn.Module) -> list[Any]:
+    """Returns the layers that transformers can checkpoint, in the model's order; they may be nested."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 class Activations:
@@ -152,7 +157,7 @@ class Activations:
 
         Raises SetupError when the setting is true and the model has no layers made for it.
         """
-        self._layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        self._layers = checkpointable_layers(model)
         if setting is True and not self._layers:
             raise SetupError(f"{type(model).__name__} does not support trainer.activation_checkpointing; turn it off")
         for layer in self._layers:  # some families' layers call dropout themselves, by their own train mode
@@ -329,7 +334,7 @@ def free_memory(device: torch.device) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         share = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_allocated(device)
         return int(min(free + cached, share))
-    available = int(_field(Path("/proc/meminfo"), "MemAvailable")) * 1024
+    available: int = psutil.virtual_memory().available
     return min(available, _left_in_cgroup(available)) // _ranks_here()
 
 
@@ -345,7 +350,3 @@ def _left_in_cgroup(otherwise: int) -> int:
         return limit - int((_CGROUP / "memory.current").read_text())
     except (OSError, ValueError):  # no cgroup v2, or the limit is "max"
         return otherwise
-
-
-def _field(file: Path, name: str) -> str:
-    return next(line.split()[1] for line in file.read_text().splitlines() if line.startswith(f"{name}:"))

@@ -22,12 +22,14 @@ from workers.backends.failures import StallDetector, lost_device, ran_out_of_mem
 from workers.backends.training.base import BackendOp, Create, Load, Writer, decode, encode_apply, encode_call
 from workers.backends.training.batch_ops import Job, fetch
 from workers.backends.training.engine import Engine, EngineLost
-from workers.backends.training.full_state import ComputeCopy, FullFinetuneModels
 from workers.backends.training.memory import warn_if_short
 from workers.backends.training.optimizer import step_all
 from workers.backends.training.passes import OutOfMemory, Pass
 from workers.backends.training.ranks import total_norms
-from workers.backends.training.state import AdapterModels, Models, ModelState, Residency, read_gradients
+from workers.backends.training.states.adapter import AdapterModels
+from workers.backends.training.states.base import Models, ModelState, read_gradients
+from workers.backends.training.states.full import ComputeCopy, FullFinetuneModels
+from workers.backends.training.states.residency import Residency
 from workers.models import lora
 from workers.models.base_model import LoadedBase
 
@@ -48,6 +50,7 @@ class Trainer(ABC):
         self._states: dict[str, ModelState] = {}
         self._engine: Engine
         self._models: Models
+        self._micro_batch_tokens: int
         self._residency: Residency
         self._stall_detector = StallDetector()
         self._broken = False
@@ -232,7 +235,7 @@ class Trainer(ABC):
         return found
 
     def _groups(self, models: Mapping[str, T]) -> Iterator[dict[str, T]]:
-        """As many models at a time as stay on the device."""
+        """Yields groups of models, each of as many as stay on the device."""
         ids, most = list(models), self._settings.trainer.device_models or len(models) or 1
         for first in range(0, len(ids), most):
             yield {model_id: models[model_id] for model_id in ids[first : first + most]}

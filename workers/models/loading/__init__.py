@@ -1,1 +1,1 @@
-"""Steps that transformers takes with each weight that it reads: it is quantised, or split over ranks."""
+"""Loading a base model: its source, the steps that transformers takes with each weight, and rotary frequencies."""

@@ -18,7 +18,7 @@ from app.errors import UnservableModel
 from app.settings import BaseModelSettings
 from app.stores.redis.client import is_outage
 from app.stores.redis.records import RedisRecords
-from workers.models.base_model import explained, local_path
+from workers.models.loading.source import explained, local_path
 from workers.models.loading.weights_id import weights_id
 
 log = logging.getLogger(__name__)

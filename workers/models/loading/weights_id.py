@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from app.services.imports.safetensors import read_fields
-from workers.models.base_model import local_path
 from workers.models.full_weights import cached
+from workers.models.loading.source import local_path
 from workers.models.packed import INDEX, WHOLE
 
 _DIGITS = 16

@@ -48,7 +48,7 @@ def test_the_demo_uses_its_own_servers_and_key_whatever_the_environment_says(tmp
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     data = tmp_path / "data"
-    with run.running_parts(data) as stack:
+    with run.running_stack(data) as stack:
         parts = dict(stack.parts())
         settings = tomllib.loads((data / "run" / "settings.toml").read_text())
     assert settings["api_keys"] == [hash_key(stack.api_key)]

@@ -18,7 +18,8 @@ from app.errors import TinsmithError
 from app.settings import Settings
 from app.stack import memory
 from app.stack import up as stack_up
-from app.stack.child import Command, stop_signals
+from app.stack.child import Command
+from app.stack.signals import stop_signals
 from app.stack.supervisor import RestartPolicy, Supervisor
 
 READYZ = """

@@ -24,7 +24,7 @@ from app import settings as settings_module
 from app.domain.records import BaseModelInfo, Model, Worker
 from app.services.base_models import BaseModels
 from app.settings import BaseModelSettings, Settings, hash_key
-from app.stack import checks, up
+from app.stack import ports, up
 from app.stack.child import Child, Command
 from app.stack.config import Options, resolve
 from app.stack.data_folder import DataFolder
@@ -125,10 +125,10 @@ def test_the_processes_use_no_broker_that_a_variable_names_beside_the_embedded_s
 
 def test_no_two_servers_have_the_same_port_though_none_listens_yet(tmp_path, model, monkeypatch):
     found = iter([7001, 7001, 7002, 7002, 7001, 7003])
-    monkeypatch.setattr(checks, "free_port", lambda host, port: next(found))
+    monkeypatch.setattr(ports, "free_port", lambda host, port: next(found))
     made = plan(tmp_path / "data", model)
-    ports = [urlsplit(url).port for url in (made.settings.redis.url, made.settings.broker_url)]
-    assert [made.settings.api.port, *ports] == [7001, 7002, 7003]
+    servers = [urlsplit(url).port for url in (made.settings.redis.url, made.settings.broker_url)]
+    assert [made.settings.api.port, *servers] == [7001, 7002, 7003]
 
 
 def test_files_that_hold_secrets_are_readable_by_their_owner_only(tmp_path, model):

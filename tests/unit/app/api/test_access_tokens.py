@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from werkzeug.test import TestResponse
 
-from app.services.tenants.access import Tokens
 from app.services.tenants.accounts import AccountService
+from app.services.tenants.authentication import Tokens
 from app.stores.redis.client import connect
 from tests.logs import everything_logged
 from tests.unit.app.api.test_copies import contents, project, saved

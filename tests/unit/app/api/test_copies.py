@@ -16,7 +16,7 @@ from app.domain.limits import Limits
 from app.domain.ops import LoraSpec
 from app.domain.records import Checkpoint
 from app.errors import Unavailable
-from app.services.recovery import Rebuild, Restored
+from app.services.recovery.rebuild import Rebuild, Restored
 from app.settings import EngineSettings
 from app.stores.redis import keys
 from app.stores.redis.client import connect

@@ -233,3 +233,15 @@ def test_without_the_setting_spans_are_ignored(api: Api, plain_app: Flask) -> No
     assert plain.forward_backward(without).status_code == 200
     entries = [api.services.oplog.entry(model, seq) for seq in (1, 2)]
     assert entries[0].payload == entries[1].payload
+
+
+def test_a_batch_as_json_has_no_routes(api: Api) -> None:
+    model = api.model()
+    datum = {
+        "model_input": {"chunks": [{"tokens": PROMPT, "type": "encoded_text"}]},
+        "loss_fn_inputs": {"target_tokens": {"data": [1, 1, 1], "dtype": "int64", "shape": [3]}},
+    }
+    content = {"data": [datum], "loss_fn": "cross_entropy"}
+    answer = api.post("forward_backward", {"model_id": model, "seq_id": 1, "forward_backward_input": content})
+    assert answer.status_code == 200, answer.json
+    assert routes_of(api, model) is None

@@ -11,8 +11,8 @@ from werkzeug.test import TestResponse
 from app.domain.accounts import SCOPES, Scope
 from app.domain.results import PROTOBUF, Result
 from app.errors import Unauthorized
-from app.services.tenants.access import Tokens
 from app.services.tenants.accounts import AccountService
+from app.services.tenants.authentication import Tokens
 from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.suspension import SUSPENSION, Suspension

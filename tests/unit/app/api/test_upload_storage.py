@@ -19,7 +19,7 @@ from app.domain.adapters import CONFIG_FILE, TENSORS_FILE
 from app.domain.records import Checkpoint, Upload
 from app.errors import Unavailable
 from app.services.imports.importer import path_of
-from app.services.recovery import Rebuild
+from app.services.recovery.rebuild import Rebuild
 from app.services.tenants.accounts import AccountService
 from app.services.tenants.limits import QuotaService
 from app.stores.disk import Disk

@@ -17,7 +17,7 @@ from app.domain.adapters import CONFIG_FILE, TENSORS_FILE
 from app.domain.checkpoints import Manifest
 from app.domain.records import Upload
 from app.errors import Unavailable
-from app.services.recovery import Rebuild
+from app.services.recovery.rebuild import Rebuild
 from app.services.tenants.accounts import AccountService
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle

@@ -15,7 +15,7 @@ from app import cli
 from app.domain.accounts import Caller
 from app.domain.results import HOUR_S
 from app.errors import Unauthorized
-from app.services.tenants.access import Authenticator
+from app.services.tenants.authentication import Authenticator
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.pages import LedgerPage, PageFiles

@@ -135,8 +135,8 @@ def test_settings_with_a_mistake_are_a_finding_beside_those_of_the_machine(tinsm
 
 
 def test_traces_without_their_packages_are_wrong(tinsmith: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = checks._version
-    monkeypatch.setattr(checks, "_version", lambda name: None if name.startswith("opentelemetry") else installed(name))
+    installed = checks.installed_version
+    monkeypatch.setattr(checks, "installed_version", lambda name: "" if "opentelemetry" in name else installed(name))
     said = tinsmith(config='[tracing]\nendpoint = "http://127.0.0.1:4318"\n')
     assert said.code == 1 and "wrong    versions: tracing.endpoint needs OpenTelemetry; run `pip" in said.text
 
@@ -300,7 +300,7 @@ def test_gpus_beside_a_cuda_build_are_listed_and_vllm_is_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(tmp_path, monkeypatch, torch="2.13.0")
-    monkeypatch.setattr(doctor.checks, "_version", lambda name: None)
+    monkeypatch.setattr(checks, "installed_version", lambda name: "2.13.0" if name == "torch" else "")
     base = BaseModelSettings(name=BASE, path="x")
     driver = driver_of(tmp_path, 2)
     found = list(doctor.gpus(Settings(base_models=(base,)), {"CUDA_VISIBLE_DEVICES": "0,1"}, driver, str))

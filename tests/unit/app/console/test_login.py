@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 from flask import Flask
 
-from app.services.tenants.access import Tokens
 from app.services.tenants.accounts import AccountService
+from app.services.tenants.authentication import Tokens
 from app.stores.objects.accounts import AccountFiles
 from tests.logs import everything_logged
 from tests.unit.app.conftest import KEY, OTHER_KEY, Api

@@ -16,6 +16,7 @@ from app.domain.results import Result
 from app.services.tenants.accounts import AccountService
 from app.stores.objects.accounts import AccountFiles
 from app.stores.redis import keys
+from app.stores.redis.durability import NotDurable
 from app.stores.redis.records import RedisRecords
 from app.stores.redis.types import OwnedElsewhere
 from tests.unit.app.api.test_archives import stored
@@ -264,6 +265,25 @@ def test_in_an_outage_a_part_of_a_page_says_so(
     assert page.status_code == part.status_code == 503
     assert "does not answer" in page.text and "does not answer" in part.text
     assert "<html" in page.text and "<html" not in part.text
+
+
+def test_an_error_of_redis_that_is_no_outage_is_not_called_one_and_the_log_has_it(
+    api: Api, browser: Callable[..., Browser], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logged_in, fault = browser(), redis.ResponseError("WRONGTYPE")
+    monkeypatch.setattr(api.services.records, "progress", lambda *_: _raise(fault))
+    page = logged_in.get("runs")
+    assert page.status_code == 500 and "its log has the cause" in page.text
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [fault]
+
+
+def test_a_state_server_that_may_lose_calls_is_a_page_with_the_reason(
+    api: Api, browser: Callable[..., Browser], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged_in = browser()
+    monkeypatch.setattr(api.services.records, "progress", lambda *_: _raise(NotDurable("set appendonly")))
+    page = logged_in.get("runs")
+    assert page.status_code == 503 and "set appendonly" in page.text
 
 
 def _raise(error: Exception) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from app.domain.ops import AdamParams, Batch, ForwardBackward, OptimStep, Ragged
-from app.domain.progress import Point, Progress, point_of
+from app.domain.progress import Point, Progress, mean_loss, point_of
 from app.domain.results import Done, ForwardBackwardOutput, OptimStepOutput
 
 NOTHING = Ragged.of([], np.float32)
@@ -40,7 +40,7 @@ def step(at: float) -> Point:
 )
 def test_the_loss_is_that_of_a_token_that_counts(loss_fn: str, inputs: dict[str, list[float]], weight: float) -> None:
     point = point_of(ForwardBackward(batch(**inputs), loss_fn), answered(loss__sum=5.0))
-    assert point is not None and (point.tokens, point.weight, point.loss) == (4, weight, 5.0 / weight)
+    assert point is not None and (point.tokens, point.weight, mean_loss([point])) == (4, weight, 5.0 / weight)
 
 
 def test_a_step_has_its_metrics_and_a_forward_and_a_load_no_point() -> None:

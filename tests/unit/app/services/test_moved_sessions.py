@@ -12,7 +12,7 @@ from app.domain.accounts import Caller
 from app.domain.records import Sampler, Session
 from app.domain.results import Result
 from app.errors import BadRequest, Forbidden, NotFound
-from app.services.recovery import Rebuild
+from app.services.recovery.rebuild import Rebuild
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import dump

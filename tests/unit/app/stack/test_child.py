@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,62 +13,7 @@ import pytest
 
 from app.stack import child as stack_child
 from app.stack.child import Child, Command
-
-
-@pytest.fixture
-def dispositions() -> Iterator[None]:
-    """Restores what this process does at SIGHUP and SIGINT."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def test_a_stop_signal_is_seen_and_its_handler_is_restored(dispositions: None) -> None:
-    """A shell ignores SIGINT for a program in the background, which `kill -INT` stops all the same."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with stack_child.stop_signals(signal.SIGHUP, signal.SIGINT) as stopping:
-        assert not stopping.is_set()
-        signal.raise_signal(signal.SIGINT)
-        assert stopping.is_set()
-    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("call", ["set", "wait"])
-def test_a_stop_signal_at_any_line_of_a_call_is_seen(dispositions: None, call: str) -> None:
-    """A signal's handler runs between two lines of whatever the main thread does: it must wait for no lock."""
-    lines: list[int] = []
-
-    def at_each_line(frame: FrameType, *_: object) -> Any:
-        lines.append(frame.f_lineno)
-        signal.raise_signal(signal.SIGINT)
-        return at_each_line
-
-    with stack_child.stop_signals(signal.SIGINT) as stopping:
-        sys.settrace(at_each_line)
-        stopping.set() if call == "set" else stopping.wait(0.0)
-        sys.settrace(None)
-        assert stopping.is_set()
-    assert len(lines) > 1
-
-
-def test_before_a_stack_starts_a_stop_signal_interrupts_and_its_handler_is_restored(dispositions: None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with pytest.raises(KeyboardInterrupt), stack_child.interrupted_by(signal.SIGHUP, signal.SIGINT):
-        signal.raise_signal(signal.SIGHUP)  # under nohup
-        signal.raise_signal(signal.SIGINT)
-        pytest.fail("it goes on")
-    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-
-
-def test_nohup_keeps_a_stack_from_ending_with_its_terminal(dispositions: None) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with stack_child.stop_signals(signal.SIGHUP, signal.SIGINT) as stopping:
-        signal.raise_signal(signal.SIGHUP)
-        assert not stopping.is_set()
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+from app.stack.signals import interrupted_by, stop_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
@@ -83,7 +27,7 @@ def test_a_child_that_is_interrupted_before_its_program_runs_ends_by_the_signal(
         stack_child.end_with(me)
         signal.raise_signal(number)
 
-    with stack_child.interrupted_by(number):
+    with interrupted_by(number):
         assert subprocess.run([sys.executable, "-c", ""], preexec_fn=begin, check=False).returncode == -number
 
 
@@ -100,7 +44,7 @@ def test_a_child_whose_supervisor_dies_before_its_program_runs_ends_too(tmp_path
         return at_each_line if frame.f_code is stack_child.end_with.__code__ and os.getpid() != me else None
 
     child = Child(Command("short", (sys.executable, "-c", "")), tmp_path / "log")
-    with stack_child.stop_signals(signal.SIGTERM):
+    with stop_signals(signal.SIGTERM):
         sys.settrace(into_the_child)
         child.start()
         sys.settrace(None)

@@ -13,8 +13,8 @@ from app import ids
 from app.domain.records import Model, Session
 from app.settings import EngineSettings
 from app.stack import run_news
-from app.stack.child import StopFlag
 from app.stack.run_news import RunNews
+from app.stack.signals import StopFlag
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump

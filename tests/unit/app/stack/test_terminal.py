@@ -15,7 +15,7 @@ from app.commands import recovery
 from app.demo import report
 from app.domain.accounts import Key, Organisation, Project, User
 from app.errors import TinsmithError
-from app.services.recovery import Restored
+from app.services.recovery.rebuild import Restored
 from app.stack import terminal
 from app.stores.redis.records import RedisRecords
 from tests.pages import in_mid_hour

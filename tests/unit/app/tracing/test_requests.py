@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from app.api.base import EXTENSION
 from app.errors import SetupError
-from app.services.tenants.access import project_of
+from app.services.tenants.authentication import project_of
 from app.settings import TracingSettings, hash_key
 from app.stores.redis import keys
 from app.tracing import tracer

@@ -15,9 +15,10 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest
 from app.domain import ops
 from app.domain.ops import ForwardBackward
 from app.errors import BadRequest
-from app.wire import bodies, forward_backward
+from app.wire import json_bodies
 from app.wire import tinker_pb2 as pb
 from app.wire.forward_backward import no_losses, open_envelope
+from app.wire.tensors import to_array
 
 MINIMAL = bytes.fromhex(
     "0a09733a747261696e3a3010011a380a0c0a0a0a08010000000200000012280a0d7461726765745f746f6b656e73"
@@ -109,12 +110,12 @@ def test_any_other_input_that_only_some_datums_have_is_refused() -> None:
 def test_bfloat16_is_widened_exactly() -> None:
     values = torch.tensor([1.0, -2.5, 3.140625], dtype=torch.bfloat16)
     tensor = pb.Tensor(dense=values.view(torch.int16).numpy().tobytes(), dtype=pb.DTYPE_BFLOAT16, shape=[3])
-    assert np.array_equal(forward_backward.to_array(tensor, "x"), values.float().numpy())
+    assert np.array_equal(to_array(tensor, "x"), values.float().numpy())
 
 
 def test_a_tensor_without_shape_is_one_dimensional() -> None:
     tensor = pb.Tensor(dense=np.arange(3, dtype="<i8").tobytes(), dtype=pb.DTYPE_INT64)
-    assert forward_backward.to_array(tensor, "x").tolist() == [0, 1, 2]
+    assert to_array(tensor, "x").tolist() == [0, 1, 2]
 
 
 def test_inputs_the_loss_does_not_read_are_ignored() -> None:
@@ -137,7 +138,7 @@ def test_a_json_body_is_the_same_op_to_the_digest() -> None:
     }
     content = {"data": [item], "loss_fn": "cross_entropy"}
     body = json.dumps({"model_id": "s:train:0", "seq_id": 7, "forward_backward_input": content}).encode()
-    envelope = bodies.open_envelope(json.loads(body))
+    envelope = json_bodies.open_envelope(json.loads(body))
     ours = envelope.decode(no_losses)
     theirs = decode(sdk_body([datum([1, 2], target_tokens=[2, 3], weights=[1.0, 0.5])]))
     assert (envelope.model_id, envelope.seq) == ("s:train:0", 7)
@@ -175,7 +176,7 @@ MALFORMED = {
 def test_a_malformed_tensor_is_refused_by_name(case: str) -> None:
     tensor, why = MALFORMED[case]
     with pytest.raises(BadRequest, match=f"datum 3: weights.*{why}"):
-        forward_backward.to_array(tensor, "datum 3: weights")
+        to_array(tensor, "datum 3: weights")
 
 
 def test_a_few_bytes_of_csr_cannot_unfold_to_gigabytes() -> None:

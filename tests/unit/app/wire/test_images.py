@@ -13,7 +13,7 @@ from tinker import types
 from app.domain import ops
 from app.domain.images import MAX_BYTES, MAX_IMAGES, MAX_PIXELS, MAX_TOKENS, Image
 from app.errors import BadRequest
-from app.wire import bodies, images
+from app.wire import images, json_bodies
 from app.wire.images import ModelInput
 from tests import pictures
 from tests.unit.app.wire.test_forward_backward import decode, sdk_body
@@ -54,7 +54,7 @@ def test_images_come_back_from_the_journal() -> None:
 
 def test_a_json_prompt_holds_the_same() -> None:
     prompt = types.ModelInput(chunks=[text(5, 6), chunk(), text(7)]).model_dump(mode="json")
-    found = bodies.model_input(prompt["chunks"], "prompt")
+    found = json_bodies.model_input(prompt["chunks"], "prompt")
     assert found.tokens.tolist() == [5, 6, 0, 0, 0, 0, 0, 0, 7]
     assert found.images == [Image(0, 2, 6, "png", PNG)]
 
@@ -145,4 +145,4 @@ JSON_WRONG: dict[str, tuple[Any, str]] = {
 def test_a_wrong_json_chunk_is_refused(case: str) -> None:
     wrong, message = JSON_WRONG[case]
     with pytest.raises(BadRequest, match=f"prompt.*{message}"):
-        bodies.model_input([{"tokens": [1]}, wrong], "prompt")
+        json_bodies.model_input([{"tokens": [1]}, wrong], "prompt")

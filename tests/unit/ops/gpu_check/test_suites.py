@@ -17,7 +17,7 @@ from ops.gpu_check.suites import SUITES, Suite, run
 from tests.conformance.samplers import CONTEXT, PROMPTS, make_reference, settings_of
 from tests.models import tiny_qwen3
 from workers.backends.sampling.vllm.arguments import engine_args
-from workers.backends.sampling.vllm.engine import check_dtype
+from workers.backends.sampling.vllm.checks import check_dtype
 from workers.models import base_model
 
 ROOT = Path(__file__).parents[4]

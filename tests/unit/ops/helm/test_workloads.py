@@ -14,7 +14,7 @@ import pytest
 from app import telemetry
 from app.services.base_models import roles
 from app.settings import load
-from app.settings.gpus import for_each
+from app.settings.gpus import gpus_of_copies
 from app.stack import checks, placement
 from app.stores.redis.types import Waiting
 from ops.helm import chart
@@ -73,7 +73,7 @@ def test_every_worker_serves_a_base_model_of_the_settings_with_its_gpus_and_its_
         if "--full" in arguments(container):
             role = f"full_{role}"
         section = base.workers["full" if role == "full_trainer" else role]
-        assert for_each(role, section.devices, section.count) == ((),)
+        assert gpus_of_copies(role, section.devices, section.count) == ((),)
         assert [port["containerPort"] for port in container["ports"]] == [section.metrics_port]
         gpus = sum(n for key, n in container["resources"]["limits"].items() if "nvidia.com" in key)
         size = one["spec"].get("leaderWorkerTemplate", {}).get("size", 1)
@@ -170,7 +170,7 @@ def test_samplers_are_placed_beside_the_trainers_that_leave_weights_in_the_nodes
     assert labels.items() <= trainer["metadata"]["labels"].items()
 
 
-def test_the_leader_writes_a_hostfile_with_a_slot_for_each_rank_itself_first(tmp_path: Path):
+def test_the_leader_writes_a_hostfile_with_a_slot_gpus_of_copies_rank_itself_first(tmp_path: Path):
     ((one, _, container),) = [found for found in workers("several-nodes") if found[0]["kind"] == "LeaderWorkerSet"]
     trainer = settings("several-nodes", tmp_path, container).base_models[0].trainer
     hosts = tmp_path / "hosts"

@@ -16,7 +16,7 @@ import torch
 from app.errors import SetupError
 from app.settings import BaseModelSettings, TrainerSettings
 from workers.backends import devices
-from workers.backends.sampling import base
+from workers.backends.sampling.backends import create
 from workers.backends.sampling.transformers.backend import TransformersSampler
 from workers.backends.sampling.vllm.backend import VllmSampler
 from workers.backends.training.backends import rank_device
@@ -94,7 +94,7 @@ def test_a_cpu_is_used_where_no_gpu_is_there_or_none_is_wanted(driver: Path, mon
     devices.check_gpus(driver)
 
 
-@pytest.mark.parametrize("start", [lambda: rank_device(TrainerSettings()), lambda: base.create(SETTINGS)])
+@pytest.mark.parametrize("start", [lambda: rank_device(TrainerSettings()), lambda: create(SETTINGS)])
 def test_trainers_and_samplers_check_the_gpus_first(
     start: Callable[[], object], driver: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,8 @@ from app.errors import NotFound, ServerOpError, Unavailable
 from app.stores.objects.folder import FolderStore
 from workers.checkpoints import transfer
 
-KEY = "models/m/weights/w/1-1/file"
+PREFIX = "models/m/weights/w/1-1"
+KEY = f"{PREFIX}/file"
 CONTENT = b"0123456789" * 1000
 ENTRY = FileEntry(len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
 CUT, WRONG, AWAY = CONTENT[:-1], b"x" + CONTENT[1:], None
@@ -73,5 +74,5 @@ def test_what_is_missing_is_not_asked_for_again(tmp_path: Path):
 def test_a_manifest_that_was_cut_short_is_read_again(tmp_path: Path):
     line = Line(tmp_path / "objects", [b'{"schema_ver', AWAY, b""])
     with pytest.raises(ServerOpError, match="is not valid"):
-        transfer.fetch_manifest(line, KEY)
+        transfer.read_manifest(line, PREFIX)
     assert line.asked == 4

@@ -17,7 +17,7 @@ from app.domain.ops import CreateModel, LoadWeights, ModelSpec, Op, SaveWeights
 from app.domain.records import Checkpoint, Model, Session
 from app.domain.results import Result
 from app.errors import Gone
-from app.services.recovery import Rebuild, Restored
+from app.services.recovery.rebuild import Rebuild, Restored
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.notes import note

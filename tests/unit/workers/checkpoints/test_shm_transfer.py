@@ -25,8 +25,8 @@ from tests.unit.workers.train.saves import GatedStore, admit, applied, store
 from workers.backends.training.base import ADAPTER_FILE, Create
 from workers.checkpoints import shm_transfer, transfer
 from workers.checkpoints.shm_transfer import ShmFolder
-from workers.sample import adapters
-from workers.sample.adapters import AdapterFiles
+from workers.sample import adapter_files
+from workers.sample.adapter_files import AdapterFiles
 
 __all__ = ["store"]  # the fixture
 SAMPLER = "session:sample:0"
@@ -41,7 +41,7 @@ def dies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(adapter_files, "_PATIENCE_S", 0.1)
 
 
 def transferred(worker: Worker, world: World, *seeds: int) -> str:
@@ -327,7 +327,7 @@ def test_a_sampler_elsewhere_waits_and_has_the_model_owned(world: World, store: 
 
 
 def test_an_upload_that_ends_meanwhile_is_waited_for(world: World, store: GatedStore, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(adapters, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(adapter_files, "_PATIENCE_S", 60.0)
     worker = world.worker("a/1", store=store)
     prefix = transferred(worker, world, 0)
     threading.Timer(0.3, store.open.set).start()

@@ -33,7 +33,7 @@ from tests.assembly import parts
 from workers.maintenance import adapters
 from workers.maintenance.adapters import EphemeralAdapters
 from workers.maintenance.orphans import Orphans
-from workers.process.parts import maintenance
+from workers.process.parts import create_maintenance
 
 RUN, OTHER_RUN = "session:train:0", "session:train:1"
 KEPT = 2
@@ -119,7 +119,7 @@ def test_workers_run_the_task(installation: Installation):
     settings = Settings(engine=HASTY)
     made = parts(installation.client, settings, "node/boot", installation.oplog, installation.store)
     time.sleep(0.01)
-    maintenance(made)._round("adapters")
+    create_maintenance(made)._round("adapters")
     assert installation.stored() == {installation.prefix(number) for number in (2, 3)}
 
 

@@ -16,7 +16,7 @@ from app.stores.redis.records import RedisRecords, dump
 from tests import assembly
 from tests.pages import age, in_mid_hour, listed
 from tests.unit.workers.maintenance.test_sessions import HOUR_MS, take_calls
-from workers.process.parts import maintenance
+from workers.process.parts import create_maintenance
 
 MODEL = "session:train:0"
 PATH = f"tinker://{MODEL}/weights/a"
@@ -30,7 +30,7 @@ class World:
         self._client, self._records = client, RedisRecords(client)
         self._store = FolderStore(folder, "secret", "http://x")
         oplog = RedisOpLog(client, ENGINE, self._store)
-        self._maintenance = maintenance(
+        self._maintenance = create_maintenance(
             assembly.parts(client, Settings(engine=ENGINE), "node/boot", oplog, self._store)
         )
         now = self._records.now()

@@ -25,7 +25,7 @@ from app.stores.redis.types import Lease
 from tests.assembly import parts
 from tests.servers import free_port
 from workers.maintenance.redispatch import Redispatcher
-from workers.process.parts import maintenance
+from workers.process.parts import create_maintenance
 
 MODEL = "session:train:0"
 PATIENT = EngineSettings(lease_s=3600, ring_again_s=60, gap_s=300)
@@ -335,7 +335,7 @@ def test_a_full_queue_delays_no_message_of_another_queue(oplog, client, celery, 
     await_waiting(oplog)
     store = FolderStore(tmp_path, "secret", "http://localhost")
     made = parts(client, Settings(engine=HASTY), "node/boot", oplog, store, dispatcher.send)
-    maintenance(replace(made, celery=celery))._round("ringing")
+    create_maintenance(replace(made, celery=celery))._round("ringing")
     assert (client.llen(QUEUE), client.llen("sample.base")) == (12, 1)
 
 

@@ -29,7 +29,7 @@ from tests.assembly import parts
 from workers.maintenance import retention
 from workers.maintenance.orphans import Orphans
 from workers.maintenance.retention import Retention
-from workers.process.parts import maintenance
+from workers.process.parts import create_maintenance
 
 RUN, OTHER_RUN = "session:train:0", "session:train:1"
 HASTY = EngineSettings(orphan_s=0.001)
@@ -182,7 +182,7 @@ def test_workers_run_the_task(installation: Installation):
         installation.save(f"w{seq}", seq)
     settings = Settings(limits={"project": {"keep_checkpoints": 1}})
     made = parts(installation.client, settings, "node/boot", installation.oplog, installation.store)
-    maintenance(made)._round("retention")
+    create_maintenance(made)._round("retention")
     assert installation.kept() == {"0/weights/w3"}
 
 

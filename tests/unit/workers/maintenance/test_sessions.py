@@ -21,7 +21,7 @@ from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump, load
 from app.stores.redis.types import Holder, Lease
 from tests.unit.workers.sample.test_task_events import Sent, sent
-from workers.maintenance.leader import SessionExpiry
+from workers.maintenance.sessions import SessionExpiry
 
 __all__ = ["sent"]
 

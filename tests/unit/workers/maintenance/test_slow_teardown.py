@@ -23,7 +23,7 @@ from tests.unit.workers.maintenance.test_sessions import (
     now_ms,
     take_calls,
 )
-from workers.maintenance.leader import SessionExpiry
+from workers.maintenance.sessions import SessionExpiry
 
 __all__ = ["installation"]
 

@@ -21,7 +21,7 @@ from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import dump
 from app.stores.redis.types import Lease
 from tests.unit.away_store import AwayStore
-from workers.maintenance.leader import PayloadSpilling
+from workers.maintenance.spilling import PayloadSpilling
 
 MODEL = "session:train:0"
 KB = 1024

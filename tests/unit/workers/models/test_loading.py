@@ -20,7 +20,7 @@ from tests.models import tiny_qwen3
 from tests.parity import architectures
 from workers.backends.sampling import vocabulary
 from workers.models import base_model
-from workers.models.base_model import explained
+from workers.models.loading.source import explained
 
 Break = Callable[[Path], None]
 

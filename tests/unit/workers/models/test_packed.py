@@ -70,11 +70,22 @@ def test_it_is_written_as_a_plain_model_for_engines_that_would_compute_otherwise
     made, plain = build(case, pack, tmp_path)
     (made / "generation_config.json").write_text('{"eos_token_id": [7]}')
     (tmp_path / "written").mkdir()
-    full_weights.write_dequantized(settings(made), tmp_path / "written")
+    full_weights.write_dequantized(settings(made), "float32", tmp_path / "written")
     found, wanted = (base_model.load(settings(folder)).model for folder in (tmp_path / "written", plain))
     assert_same(dict(found.named_parameters()), dict(wanted.named_parameters()))
     assert "quantization_config" not in json.loads((tmp_path / "written/config.json").read_text())
     assert json.loads((tmp_path / "written/generation_config.json").read_text())["eos_token_id"] == [7]
+
+
+def test_it_is_unpacked_in_host_memory_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plain weights may be too large for one. torch's CPU build fails when anything moves to a GPU."""
+    made, plain = build(*FORMATS[0], tmp_path)
+    (tmp_path / "written").mkdir()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    full_weights.write_dequantized(settings(made), "bfloat16", tmp_path / "written")
+    monkeypatch.undo()
+    found, wanted = (base_model.load(settings(folder, "bfloat16")).model for folder in (tmp_path / "written", plain))
+    assert_same(dict(found.named_parameters()), dict(wanted.named_parameters()))
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -106,7 +117,7 @@ def test_kimi_k2_is_read_as_it_is_published(tmp_path: Path) -> None:
     assert_same(dict(found.named_parameters()), dict(wanted.named_parameters()))
     assert_same(base_model.read_weights(str(made), found), base_model.read_weights(str(plain), wanted))
     (tmp_path / "written").mkdir()
-    full_weights.write_dequantized(settings(made), tmp_path / "written")
+    full_weights.write_dequantized(settings(made), "float32", tmp_path / "written")
     written = json.loads((tmp_path / "written/config.json").read_text())
     assert written["model_type"] == "deepseek_v3" and "auto_map" not in written
 

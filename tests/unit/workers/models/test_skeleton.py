@@ -9,7 +9,7 @@ import pytest
 from app.errors import UnservableModel
 from app.settings import BaseModelSettings
 from tests.parity import architectures
-from workers.backends.training.lm_head import logit_rule
+from workers.backends.training.architectures import logit_rule
 from workers.models import base_model, lora
 
 

@@ -19,7 +19,7 @@ from app.settings import BaseModelSettings, SamplerSettings
 from tests.models import tiny_opt, tiny_qwen3
 from tests.parity import architectures
 from tests.parity.architectures import SHAPE
-from workers.backends.sampling.base import create as create_sampler
+from workers.backends.sampling.backends import create as create_sampler
 from workers.models import base_model, experts, lora, peft_files
 from workers.models.target_modules import left_out, undecided
 

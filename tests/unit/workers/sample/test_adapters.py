@@ -33,7 +33,8 @@ from workers.checkpoints import transfer
 from workers.checkpoints.shm_transfer import ShmFolder
 from workers.models import base_model, lora, peft_files
 from workers.process.fair_queue import FairQueue
-from workers.sample.adapters import AdapterFiles, Adapters, AdapterScheduler
+from workers.sample.adapter_files import AdapterFiles
+from workers.sample.adapters import Adapters, AdapterScheduler
 
 MANY = 24
 WITHIN_S = 60.0

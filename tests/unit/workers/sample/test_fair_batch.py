@@ -17,7 +17,8 @@ from app.stores.redis.records import dump
 from app.wire.results import decode_sample
 from tests import assembly
 from tests.unit.workers.conftest import BASE, World, await_true
-from workers.backends.sampling.base import SamplerBackend, create
+from workers.backends.sampling.backends import create
+from workers.backends.sampling.base import SamplerBackend
 
 LONG = SampleRequest(np.array([5, 6, 7], np.int32), num_samples=640, max_tokens=400, seed=3, ignore_eos=True)
 SHORT = replace(LONG, num_samples=1, max_tokens=4)

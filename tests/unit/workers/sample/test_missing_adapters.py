@@ -18,8 +18,8 @@ from app.stores.redis.records import RedisRecords, dump
 from tests.unit.workers.sample.test_adapters import ABOUT
 from workers.checkpoints import transfer
 from workers.checkpoints.shm_transfer import ShmFolder
-from workers.sample import adapters
-from workers.sample.adapters import AdapterFiles
+from workers.sample import adapter_files
+from workers.sample.adapter_files import AdapterFiles
 
 
 @dataclass
@@ -61,7 +61,7 @@ class World:
 
 @pytest.fixture
 def world(client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(adapters, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(adapter_files, "_PATIENCE_S", 0.0)
     return World(client, tmp_path)
 
 

@@ -29,8 +29,9 @@ from app.wire import tinker_pb2 as pb
 from tests import assembly
 from tests.faults.proxy import Proxy
 from tests.unit.workers.conftest import BASE, World, await_true
-from workers.backends.sampling.base import RequestHandle, SamplerBackend, create
-from workers.sample import adapters
+from workers.backends.sampling.backends import create
+from workers.backends.sampling.base import RequestHandle, SamplerBackend
+from workers.sample import adapter_files
 from workers.sample.runner import SampleRunner
 
 SESSION = "session:sample:0"
@@ -130,7 +131,7 @@ def test_an_adapter_that_only_a_trainer_can_bring_demands_a_trainer(
     world: World, backend: SamplerBackend, monkeypatch: pytest.MonkeyPatch
 ):
     """None may run: an autoscaler has to start one."""
-    monkeypatch.setattr(adapters, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(adapter_files, "_PATIENCE_S", 0.0)
     prefix = str(CheckpointPrefix("s:train:0", "sampler_weights", "x", 1, 4))
     world.records.put(ShmTransfer.namespace, prefix, dump(ShmTransfer("s:train:0", 4)))
     with pytest.raises(Requeue):

@@ -11,7 +11,7 @@ import redis
 from app.stores.redis import keys
 from app.stores.redis.completions import TokenChunk, TokenStreams
 from tests.unit.workers.conftest import await_true
-from workers.sample.runner import TokenPublisher, joined
+from workers.sample.token_stream import TokenPublisher, joined
 
 
 def tokens(drawn: Iterable[TokenChunk], request_id: str, index: int) -> list[int]:
@@ -88,7 +88,7 @@ def test_a_state_server_that_hangs_or_fails_keeps_no_engine_waiting_and_ends_no_
     assert streams.called.wait(30)
     for token in range(65_540):  # more than the stream keeps
         report(0, [token], [-1.0])
-    assert [record.name for record in caplog.records].count("workers.sample.runner") == 1
+    assert [record.name for record in caplog.records].count("workers.sample.token_stream") == 1
     streams.release.set()
     await_true(lambda: streams.read("a:1", "0-0")[0], "what was kept, behind what failed")
     publisher.callback("a:2")(0, [5], [-1.0])

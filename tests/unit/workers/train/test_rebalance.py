@@ -188,5 +188,5 @@ def test_what_was_put_off_is_dispatched_again_at_a_tick(world: World, monkeypatc
     monkeypatch.setattr("workers.train.scheduler._FIRST_PAUSE_S", 0.0)
     worker = world.worker("a/1")
     worker.retry_backoff.retry_later(MODEL, 0, "create_model")
-    evict_idle(worker, idle_s=600)
+    worker.on_tick()
     assert worker.dispatched == [("create_model", f"{MODEL}:0", f"train.{BASE}@a")]

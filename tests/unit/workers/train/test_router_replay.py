@@ -31,7 +31,8 @@ from tests import assembly
 from tests.models import byte_tokenizer
 from tests.parity import architectures
 from tests.unit.workers.conftest import BASE, LORA, MODEL, PROBE, World, logprob_bytes, probe
-from workers.backends.sampling.base import SamplerBackend, create
+from workers.backends.sampling.backends import create
+from workers.backends.sampling.base import SamplerBackend
 from workers.backends.training.base import Create, TrainingBackend
 
 SESSION = "session:sample:0"

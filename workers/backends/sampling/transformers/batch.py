@@ -93,7 +93,7 @@ class RunningBatch:
             rows = [row for row in self.live if row.job.handle.project == project]
             for row in sorted(rows, key=lambda row: len(row.tokens))[:count]:
                 leaving[row] = kv_cache.arrange([kv_cache.Part(self._cache, [places[row]], [0])], row.cached), 0
-        self._compose([], leaving)
+        self._compose({}, leaving)
         self._aside.update(leaving)
 
     def choose(self, counts: Mapping[str, int]) -> list[Row]:
@@ -109,7 +109,7 @@ class RunningBatch:
     def join(self, rows: Sequence[Row]) -> None:
         """Takes rows that are set aside into the batch."""
         again = refill(self._model, self._device, [row for row in rows if not self._aside[row]])
-        self._compose([(*(self._aside[row] or again[row]), row) for row in rows])
+        self._compose({row: self._aside[row] or again[row] for row in rows})
         for row in rows:
             del self._aside[row]
 
@@ -121,12 +121,12 @@ class RunningBatch:
         """Sets all rows aside, those with the most tokens first, and frees all columns."""
         rows = sorted([*self.live, *self.aside], key=lambda row: len(row.tokens), reverse=True)
         self._aside = dict.fromkeys(rows)
-        self._compose([], leaving=self._rows)
+        self._compose({}, leaving=self._rows)
 
     def step(self) -> None:
         """Adds one more token to every row. Drops the rows when none is live."""
         if not self.live:
-            self._compose([])
+            self._compose({})
             return
         width, recorder = self._width + 1, self._rows[0].job.recorder
         with lora.use(self._segments), routers.use(recorder):
@@ -152,19 +152,18 @@ class RunningBatch:
         live = len(self.live)
         if live <= 0.75 * self._compacted:
             self._compacted = live
-            self._compose([])
+            self._compose({})
 
-    def _compose(self, new: list[tuple[Cache, int, Row]], leaving: Container[Row] = ()) -> None:
-        """Puts new rows, each with its place in a cache, and the live ones that are not leaving, into a fresh cache
-        without idle columns."""
-        kept = [(place, row) for place, row in enumerate(self._rows) if row.live and row not in leaving]
-        taken = [(self._cache, place, row) for place, row in kept] + new
-        taken.sort(key=lambda entry: entry[2].job.adapter_id)
-        rows = [row for _, _, row in taken]
+    def _compose(self, new: Mapping[Row, Columns], leaving: Container[Row] = ()) -> None:
+        """Puts new rows, and the live ones that are not leaving, into a fresh cache without idle columns."""
+        kept = {row: (self._cache, place) for place, row in enumerate(self._rows) if row.live and row not in leaving}
+        columns = {**kept, **new}
+        rows = sorted(columns, key=lambda row: row.job.adapter_id)
+        parts = _parts([columns[row] for row in rows])
         width = max((row.cached for row in rows), default=0)
         # All at once: an error in any of them changes nothing. All, also without rows: the segments hold adapters.
         self._cache, self._starts, self._shifts, self._token_sampler, self._segments, self._width = (
-            kv_cache.arrange(_parts(taken), width) if rows else kv_cache.empty(self._model.config),
+            kv_cache.arrange(parts, width) if rows else kv_cache.empty(self._model.config),
             torch.tensor([width - row.cached for row in rows], device=self._device),
             torch.tensor([row.job.shift for row in rows], device=self._device),
             TokenSampler([row.job.request for row in rows], self._device),
@@ -199,10 +198,10 @@ def _top(rows: Sequence[Row], logits: Tensor) -> dict[int, Top]:
     return {place: (ids[:k], values[:k]) for (place, k), (ids, values) in zip(asked.items(), found, strict=True)}
 
 
-def _parts(taken: Sequence[tuple[Cache, int, Row]]) -> list[kv_cache.Part]:
+def _parts(columns: Sequence[Columns]) -> list[kv_cache.Part]:
     """Returns the input of `arrange`, one part a cache."""
     parts: dict[int, kv_cache.Part] = {}
-    for target, (cache, place, _) in enumerate(taken):
+    for target, (cache, place) in enumerate(columns):
         part = parts.setdefault(id(cache), kv_cache.Part(cache, [], []))
         part.rows.append(place)
         part.to.append(target)

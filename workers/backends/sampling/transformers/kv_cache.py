@@ -25,7 +25,8 @@ from transformers.masking_utils import sdpa_mask
 
 from app.errors import UnservableModel
 from app.settings import BaseModelSettings
-from workers.models.base_model import explained, read_config
+from workers.models.base_model import read_config
+from workers.models.loading.source import explained
 
 _SPARE_COLUMNS = 64
 

@@ -16,7 +16,8 @@ from workers.backends.sampling.vllm.patches import MOST_HEAD_TOKENS
 from workers.backends.sampling.vllm.slots import with_reserve
 from workers.backends.sampling.vllm.worker import Extension
 from workers.models import lora, target_modules
-from workers.models.base_model import auto_class, local_path
+from workers.models.base_model import auto_class
+from workers.models.loading.source import local_path
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _CPU_MEMORY = 4 * 2**30

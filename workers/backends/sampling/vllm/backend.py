@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import fcntl
-import os
 import re
-import shutil
-import tempfile
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from app.domain.ops import LoraSpec
 from app.domain.records import BaseModelInfo
 from app.domain.sampling import SampleOutput, SampleRequest
 from app.errors import OpError, ServerOpError, UnservableModel, UserOpError
@@ -29,18 +21,18 @@ from workers.backends import devices
 from workers.backends.sampling import token_sampler, vocabulary
 from workers.backends.sampling.base import RequestHandle, check_request, no_memory, token_limit
 from workers.backends.sampling.vllm import arguments as vllm_arguments
+from workers.backends.sampling.vllm import checks, patches
 from workers.backends.sampling.vllm import engine as vllm_engine
-from workers.backends.sampling.vllm import patches
 from workers.backends.sampling.vllm import requests as vllm_requests
 from workers.backends.sampling.vllm.engine import EngineThread
 from workers.backends.sampling.vllm.requests import Sample, may_read_cache
 from workers.backends.sampling.vllm.slots import SequenceSlots, without_reserve
-from workers.models import base_model, full_weights, lora, packed, peft_files
+from workers.backends.sampling.vllm.weights import VllmAdapters, VllmFullFinetuneModel, temporary_folder
+from workers.models import base_model, full_weights, packed
 
 _NATIVE_PLACE = re.compile(r"\[[0-9:]+\] /[^ ]+: ")
 """The time and source line with which xgrammar's C++ begins an error: "[21:14:23] /project/cpp/x.cc:4944: "."""
 
-_TEMPORARY = "tinsmith-vllm-"
 _NO_MEMORY = ("out of memory", "allocate memory")
 """The words of torch and of the system for a failed allocation. vLLM passes on the text alone of its processes' errors.
 """
@@ -64,27 +56,22 @@ class VllmSampler:
                 f"base model {self._settings.name!r}: the vLLM sampler records no experts, so router_replay cannot be "
                 'on; turn it off, or set sampler.backend to "transformers"'
             )
-        vllm_engine.check_install()
-        vllm_engine.set_environment(self._settings)
-        vllm_engine.check_import()
-        patches.repair_stops()
-        patches.repair_pieces()
+        _import_vllm(self._settings)
         skeleton = base_model.skeleton(self._settings)
         if not self._full:
-            vllm_engine.check_experts(self._settings, skeleton)
-        vllm_engine.check_latent_attention(self._settings, skeleton)
-        vllm_engine.check_head_sizes(self._settings, skeleton)
-        dtype = base_model.choose_dtype(
-            self._settings.dtype, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-        )
+            checks.check_experts(self._settings, skeleton)
+            checks.check_rotary_order(self._settings, skeleton)
+        checks.check_latent_attention(self._settings, skeleton, full=self._full)
+        checks.check_head_sizes(self._settings, skeleton)
+        dtype = base_model.choose_dtype(self._settings.dtype, base_model.default_device())
         info = base_model.describe(self._settings, skeleton, dtype)
         computes_in = str(dtype).removeprefix("torch.")
         if not self._full:
             self.adapter_capacity = vllm_arguments.adapter_capacity(self._settings, skeleton, computes_in)
-        vllm_engine.check_query_scaling(self._settings, skeleton, info.max_context)
+        checks.check_query_scaling(self._settings, skeleton, info.max_context)
         self._end_tokens = vocabulary.load_vocabulary(self._settings).end_tokens
         arguments = vllm_arguments.engine_args(self._settings, skeleton, info.max_context, computes_in, full=self._full)
-        vllm_engine.check_dtype(self._settings, arguments)
+        checks.check_dtype(self._settings, arguments)
         self._engine = self._start(arguments, packed.format_of(skeleton.config, self._settings.name))
         config = self._engine.engine.vllm_config
         self.batch = without_reserve(config.scheduler_config.max_num_seqs)
@@ -156,12 +143,13 @@ class VllmSampler:
 
     def _start(self, arguments: dict[str, Any], form: packed.Format | None) -> EngineThread:
         """Starts vLLM on the base itself, or on plain weights where vLLM would compute other numbers than the trainer:
-        with its own quantisation, or with quantised activations."""
-        if not self._settings.quantized and (form is None or form.exact_in_vllm):
+        with its own quantisation, or with quantised activations. All weights of a full fine-tune are plain, so they
+        cannot replace codes."""
+        if not self._settings.quantized and (form is None or (form.exact_in_vllm and not self._full)):
             return EngineThread(arguments)
         self._settings.check_quantized()
-        with _temporary_folder() as folder:
-            full_weights.write_dequantized(self._settings, folder)
+        with temporary_folder() as folder:
+            full_weights.write_dequantized(self._settings, arguments["dtype"], folder)
             torch.cuda.empty_cache()  # vLLM takes its share of what is free
             return EngineThread({**arguments, "model": str(folder)})
 
@@ -226,150 +214,17 @@ class VllmSampler:
         return kind(f"{what}: {_NATIVE_PLACE.sub('', repr(error))}")
 
 
+def _import_vllm(settings: BaseModelSettings) -> None:
+    """Imports vLLM in its environment, and repairs it here. Raises SetupError where its install is broken."""
+    checks.check_install()
+    vllm_engine.set_environment(settings)
+    checks.check_import()
+    patches.repair_stops()
+    patches.repair_pieces()
+
+
 def _is_refusal(error: Exception) -> bool:
     """Returns whether vLLM found the request itself at fault. A plain ValueError is our fault or vLLM's own failure."""
     from vllm.exceptions import VLLMValidationError
 
     return isinstance(error, VLLMValidationError)
-
-
-class VllmAdapters:
-    """Weights of many adapters in vLLM.
-
-    `base` is used by a request without an adapter: None, or an adapter that changes nothing. vLLM caches an adapter
-    under its number, so a number is never used again.
-    """
-
-    healthy = True
-
-    def __init__(self, engine: EngineThread) -> None:
-        self.base: Any = None
-        self._engine = engine
-        self._numbers = count(1)
-        self._by_id: dict[str, Any] = {}
-        self._loading = threading.Lock()
-        self._folders = ExitStack()
-
-    def load(self, adapter_id: str, folder: Path) -> None:
-        with self._loading:
-            if adapter_id not in self._by_id:
-                self._by_id[adapter_id] = self._add(adapter_id, folder)
-
-    def evict(self, adapter_id: str) -> None:
-        adapter = self._by_id.pop(adapter_id, None)
-        if adapter is not None:
-            self._engine.call(lambda engine: engine.remove_lora(adapter.lora_int_id))
-
-    def find(self, adapter_id: str) -> Any:
-        """Returns a loaded adapter. Raises ServerOpError for one that is not loaded."""
-        adapter = self._by_id.get(adapter_id)
-        if adapter is None:
-            raise ServerOpError(f"adapter {adapter_id!r} is not loaded in this sampler")
-        return adapter
-
-    def ids(self) -> Sequence[str]:
-        return sorted(self._by_id)
-
-    def close(self) -> None:
-        """Frees the base's adapter folder once the engine has ended."""
-        self._folders.close()
-
-    def use_zero_for_base(self, skeleton: nn.Module) -> None:
-        """Gives the base an adapter whose B is zero.
-
-        vLLM 0.32's CPU path marks rows without an adapter by slot -1. Its torch operators read -1 as the last slot:
-        once that slot is taken, the base's rows get another request's adapter.
-        """
-        spec = LoraSpec(rank=1, train_mlp=False, train_unembed=False)
-        folder = self._folders.enter_context(_temporary_folder())
-        peft_files.write(lora.new_adapter(skeleton, spec), folder, "", skeleton)
-        self.base = self._add("", folder)
-
-    def _add(self, name: str, folder: Path) -> Any:
-        from vllm.lora.request import LoRARequest
-
-        number = next(self._numbers)
-        adapter = LoRARequest(name or "base", number, str(folder))
-        self._engine.call(lambda engine: engine.add_lora(adapter))
-        return adapter
-
-
-class VllmFullFinetuneModel:
-    """Weights of one fully fine-tuned model at a time in vLLM. Its requests need no adapter."""
-
-    base = None
-
-    def __init__(self, engine: EngineThread, skeleton: nn.Module) -> None:
-        self._engine, self._skeleton, self._stored = engine, skeleton, full_weights.Stored(skeleton)
-        self._loading = threading.Lock()
-        self._present: str | None = None
-        self._torn = False
-
-    @property
-    def healthy(self) -> bool:
-        """False once weights may have been written in part."""
-        return not self._torn
-
-    def load(self, weights_id: str, folder: Path) -> None:
-        with self._loading:
-            if weights_id == self._present:
-                return
-            full_weights.check_fits(folder, self._skeleton)
-            names = self._stored.names_in(folder)  # at another name vLLM would fail midway
-            self._present = None
-            try:
-                self._engine.call(partial(_replace, folder, names))
-            except BaseException:
-                self._torn = True
-                raise
-            self._present = weights_id
-
-    def evict(self, weights_id: str) -> None:
-        """Forgets the model. Its memory stays: the next model overwrites it."""
-        with self._loading:
-            if weights_id == self._present:
-                self._present = None
-
-    def find(self, weights_id: str) -> None:
-        """Raises ServerOpError for a model that is not loaded."""
-        if weights_id != self._present:
-            raise ServerOpError(f"model {weights_id!r} is not loaded in this sampler")
-
-    def ids(self) -> Sequence[str]:
-        return [] if self._present is None else [self._present]
-
-    def close(self) -> None:
-        """Does nothing: there is nothing to free once the engine has ended."""
-
-
-@contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    """A new folder for files that vLLM reads. Removes those that killed processes left, such as a whole model at each
-    start that ran out of memory. A live process holds the lock of its own."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_TEMPORARY}*/files"):
-        with suppress(OSError), _locked(left.parent):
-            shutil.rmtree(left.parent, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_TEMPORARY) as name, ExitStack() as stack:
-        with suppress(OSError):  # without locks, no process removes anything
-            stack.enter_context(_locked(Path(name)))
-        files = Path(name) / "files"  # after the lock: others take no folder without it for one that was left
-        files.mkdir()
-        yield files
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Locks a folder until the block or the process ends. Raises OSError, such as when another process has the lock."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-async def _replace(folder: Path, names: Sequence[str], engine: Any) -> None:
-    """Replaces the weights once no request runs. vLLM then also forgets the prefixes in its cache."""
-    await engine.pause_generation(mode="wait", clear_cache=True)
-    await engine.collective_rpc("replace_weights", args=(str(folder), names))
-    await engine.resume_generation()

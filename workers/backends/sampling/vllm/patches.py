@@ -14,6 +14,9 @@ one that is tied. Its LoRA code handles any lm_head that its class names in `emb
 and just do not name it. A class without an lm_head of its own (Gemma's is the embedding) stays as it is. With a
 vocabulary above 258,048 (Gemma 3) a named lm_head ends the start, so none is named.
 
+**Values that are keys.** Gemma 4's layers of full attention may have no `v_proj` (`attention_k_eq_v`): their values are
+what `k_proj` gives. vLLM loads the keys' weights for the values too, but leaves them without the adapter on `k_proj`.
+
 **prompt_logprobs under an adapter on lm_head.** vLLM maps rows of the head's input to adapters by the tokens it
 samples, one for each request. To score a prompt it runs the head over a slice of the batch's hidden states with that
 same mapping: on a CPU the shapes clash and the engine dies; on a GPU rows silently get another adapter or none. The
@@ -34,6 +37,7 @@ vLLM takes all of the prompt's text for the sample's text, and stops at a stop s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -121,6 +125,31 @@ def renew_lm_head(model: Any) -> None:
         method = getattr(model.lm_head, "quant_method", None)  # a rank of a pipeline may have a stand-in for it
         if method is not None:
             method.process_weights_after_loading(model.lm_head)
+
+
+def adapt_shared_values() -> None:
+    """Makes vLLM add the adapter on `k_proj` to the values too, in layers where they are the keys."""
+    from vllm.lora.model_manager import LoRAModelManager
+
+    merge = LoRAModelManager._create_merged_loras_inplace
+
+    def merge_with_values(self: Any, adapter: Any) -> None:
+        for _, keys, values in _with_values_of_keys(self):
+            if pair := adapter.get_lora(keys):
+                adapter.loras[values] = pair
+        merge(self, adapter)
+
+    LoRAModelManager._create_merged_loras_inplace = merge_with_values
+
+
+def _with_values_of_keys(manager: Any) -> list[Sequence[str]]:
+    """The names of q_proj, k_proj and v_proj in the layers whose values are their keys."""
+    config = manager.model.config.get_text_config()
+    if not getattr(config, "attention_k_eq_v", False):
+        return []
+    layers = (number for number, kind in enumerate(config.layer_types) if kind == "full_attention")
+    ends = tuple(f".layers.{number}.self_attn.qkv_proj" for number in layers)
+    return [parts for linear, parts in manager.packed_modules.items() if linear.endswith(ends)]
 
 
 def repair_prompt_scores() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from app.services.anthropic.requests import chat_of
-from app.services.openai.tokenizer import for_template
+from app.services.openai.chat_templates import for_template
 
 
 def text(words: str) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampledSequence, SampleOutput
 from app.errors import ClientGone, NotReplicated, OpError, ServerOpError, Unauthorized, Unavailable, UserOpError
 from app.services.openai import streaming
-from app.services.openai.streaming import Asked, ResultStream
+from app.services.openai.streaming import PendingSample, ResultStream
 from app.stores.redis.completions import TokenChunk
 from app.stores.redis.types import Future
 from app.wire.results import encode_sample
 
 ME = Caller.alone("me")
-ASKED = Asked("session:sample:0:1", ME, live=True)
+ASKED = PendingSample("session:sample:0:1", ME, live=True)
 OUTPUT = SampleOutput((SampledSequence(np.array([5, 6], np.int32), np.array([-1, -2], np.float32), True),))
 DONE = Result(encode_sample(OUTPUT), PROTOBUF)
 
@@ -74,7 +74,7 @@ def drawn(*tokens: int) -> list[TokenChunk]:
 
 def result_stream(
     script: Script,
-    asked: Asked = ASKED,
+    asked: PendingSample = ASKED,
     beat: Callable[[Caller], None] = lambda _: None,
     gone: bool = False,
     check_key: Callable[[Caller], None] = lambda _: None,
@@ -100,7 +100,7 @@ def test_tokens_come_in_order_and_the_output_last():
 
 def test_a_request_that_is_not_live_has_no_stream_to_read():
     script = Script(None, DONE)
-    assert len(list(result_stream(script, Asked(ASKED.request_id, ME, live=False)))) == 1
+    assert len(list(result_stream(script, PendingSample(ASKED.request_id, ME, live=False)))) == 1
     assert script.seen == []
 
 
@@ -147,7 +147,7 @@ def test_silence_has_an_end_and_tokens_put_it_off(clock: Clock):
 
 
 def test_a_request_that_is_not_live_may_be_silent_for_an_hour(clock: Clock):
-    quiet = Asked(ASKED.request_id, ME, live=False)
+    quiet = PendingSample(ASKED.request_id, ME, live=False)
     clock.times = [0.0, 601.0, 3600.0]
     (output,) = result_stream(Script(*[None] * 4, DONE), quiet)
     assert isinstance(output, SampleOutput)

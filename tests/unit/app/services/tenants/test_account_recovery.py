@@ -11,8 +11,8 @@ import pytest
 import redis
 
 from app.errors import Unauthorized, Unavailable
-from app.services.tenants.access import Authenticator, Tokens
 from app.services.tenants.accounts import AccountRecovery, AccountService
+from app.services.tenants.authentication import Authenticator, Tokens
 from app.stores.redis.records import RedisRecords
 
 

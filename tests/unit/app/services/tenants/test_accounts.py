@@ -11,8 +11,8 @@ import redis
 from app.domain.accounts import ACCOUNTS, SCOPES, Caller, Key, Organisation, Project, User
 from app.domain.limits import Limits
 from app.errors import BadRequest, NotFound, SetupError, Unauthorized, Unavailable
-from app.services.tenants.access import Authenticator
 from app.services.tenants.accounts import AccountService
+from app.services.tenants.authentication import Authenticator
 from app.services.tenants.limits import LimitsFinder
 from app.stores.objects.accounts import AccountFiles
 from app.stores.redis.records import RedisRecords

@@ -10,7 +10,7 @@ import redis
 
 from app.domain.accounts import SCOPES, Caller
 from app.errors import InvalidToken, Unauthorized
-from app.services.tenants.access import Authenticator, Tokens
+from app.services.tenants.authentication import Authenticator, Tokens
 from app.settings import hash_key
 from app.stores.redis.records import RedisRecords
 

@@ -24,7 +24,7 @@ from app.stores.redis.payloads import PIECE_BYTES, RedisPayloads, Staging
 from app.stores.redis.records import RedisRecords, dump
 from tests.servers import MAX_MEMORY
 from tests.unit.app.stores.redis.journal_steps import MODEL, own
-from workers.maintenance.leader import PayloadSpilling
+from workers.maintenance.spilling import PayloadSpilling
 
 SAMPLER = "session:sample:0"
 CONTENT = random.Random(0).randbytes(3 * PIECE_BYTES + 5)

@@ -20,7 +20,7 @@ from app.stores.redis.payloads import PIECE_BYTES, RedisPayloads
 from app.stores.redis.records import RedisRecords, dump
 from tests.unit.app.stores.redis.journal_steps import MODEL, admit, own
 from tests.unit.away_store import AwayStore
-from workers.maintenance.leader import PayloadSpilling
+from workers.maintenance.spilling import PayloadSpilling
 
 KB = 1024
 SETTINGS = EngineSettings(lease_s=60, result_spill_bytes=4 * KB, result_budget_bytes=20 * KB)

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from app.domain.ops import ForwardBackward, LoraSpec
 from tests.parity.datums import batch, supervised
-from workers.backends.training import lm_head, passes
+from workers.backends.training import lm_head, outputs
+from workers.backends.training.architectures import LogitRule
 from workers.backends.training.batch_ops import Job
-from workers.backends.training.lm_head import ChunkSizes, LmHead, LogitRule, Scored
-from workers.backends.training.passes import Pass, PolicyOutputs
+from workers.backends.training.lm_head import ChunkSizes, LmHead, Scored
+from workers.backends.training.outputs import PolicyOutputs
+from workers.backends.training.passes import Pass
 from workers.backends.training.sequence_parallel import ALONE
 from workers.models.adapter import Adapter, LoraPair
 
@@ -61,7 +63,7 @@ def by_hand(
 def test_logprobs_and_all_gradients_equal_log_softmax(
     monkeypatch: pytest.MonkeyPatch, rule: LogitRule, fused: bool, width: int, zeros: int, chunk: int, kept: int
 ) -> None:
-    monkeypatch.setattr(passes, "chunk_sizes", lambda device: ChunkSizes(chunk, 2**18, kept))
+    monkeypatch.setattr(outputs, "chunk_sizes", lambda device: ChunkSizes(chunk, 2**18, kept))
     compiled = Mock(wraps=lm_head._compiled())
     monkeypatch.setattr(lm_head, "_compiled", lambda: compiled)
     torch.manual_seed(0)
@@ -170,7 +172,7 @@ def test_the_logits_of_a_chunk_stop_growing_with_the_vocabulary(
 def test_entropy_is_that_of_the_whole_distribution(
     monkeypatch: pytest.MonkeyPatch, rule: LogitRule, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(passes, "chunk_sizes", lambda device: ChunkSizes(7, 2**18, 2**26))
+    monkeypatch.setattr(outputs, "chunk_sizes", lambda device: ChunkSizes(7, 2**18, 2**26))
     torch.manual_seed(0)
     given, targets = torch.randn(ROWS, VOCAB).mul(5).to(dtype), torch.randint(0, VOCAB, (ROWS, 1))
     found = PolicyOutputs(LmHead(None, "lm_head", rule), given, targets, [], keep=False, entropy=True).entropy

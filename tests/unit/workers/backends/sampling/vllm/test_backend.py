@@ -14,15 +14,16 @@ from typing import Any, cast
 
 import pytest
 import xgrammar
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from app.errors import ServerOpError, Unavailable, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
 from workers.backends.sampling.vllm import backend
-from workers.backends.sampling.vllm.backend import VllmFullFinetuneModel, VllmSampler
+from workers.backends.sampling.vllm.backend import VllmSampler
 from workers.backends.sampling.vllm.engine import EngineThread
-from workers.models import full_weights
+from workers.backends.sampling.vllm.weights import VllmFullFinetuneModel
+from workers.models import full_weights, packed
 
 
 class Engine:
@@ -143,19 +144,32 @@ def test_an_error_of_a_schema_names_no_source_file():
     assert ("minItems" in text, ".cc" in text) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("kind", "full", "codes"), [("mxfp4", False, True), ("mxfp4", True, False), ("fp8", False, False)]
+)
+def test_vllm_starts_on_codes_only_where_it_computes_with_their_numbers_and_no_plain_weights_replace_them(
+    kind: str, full: bool, codes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(full_weights, "write_dequantized", lambda _, dtype, folder: None)
+    monkeypatch.setattr(backend, "EngineThread", lambda arguments: arguments["model"])
+    form = packed.format_of(PretrainedConfig(quantization_config={"quant_method": kind}), "n")
+    sampler: Any = VllmSampler(BaseModelSettings(name="n", path="/codes"), full=full)
+    assert (sampler._start({"dtype": "bfloat16", "model": "/codes"}, form) == "/codes") == codes
+
+
 KILLED = """
 from pathlib import Path
 from app.settings import BaseModelSettings
 from workers.backends.sampling.vllm.backend import VllmSampler
 from workers.models import full_weights
 
-def write(settings, folder: Path) -> None:
+def write(settings, dtype: str, folder: Path) -> None:
     (folder / "model.safetensors").write_text("of a killed process")
     print("written", flush=True)
     input()
 
 full_weights.write_dequantized = write
-VllmSampler(BaseModelSettings(name="tiny", path="nowhere", dtype="nf4"))._start({}, None)
+VllmSampler(BaseModelSettings(name="tiny", path="nowhere", dtype="nf4"))._start({"dtype": "bfloat16"}, None)
 """
 
 
@@ -167,7 +181,7 @@ def test_the_plain_weights_of_a_sampler_that_was_killed_are_removed_and_those_of
     monkeypatch.setattr(tempfile, "tempdir", None)
     found: list[list[str]] = []
 
-    def write(_: BaseModelSettings, folder: Path) -> None:
+    def write(_: BaseModelSettings, dtype: str, folder: Path) -> None:
         (folder / "model.safetensors").write_text("of this process")
         found.append(sorted(file.read_text() for file in tmp_path.rglob("*.safetensors")))
 
@@ -179,8 +193,8 @@ def test_the_plain_weights_of_a_sampler_that_was_killed_are_removed_and_those_of
     sampler = VllmSampler(BaseModelSettings(name="tiny", path="nowhere", dtype="nf4"))
     with subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"written\n"
-        sampler._start({}, None)
+        sampler._start({"dtype": "bfloat16"}, None)
         process.kill()
-    sampler._start({}, None)
+    sampler._start({"dtype": "bfloat16"}, None)
     assert found == [["of a killed process", "of this process"], ["of this process"]]
     assert list(tmp_path.iterdir()) == []

@@ -17,16 +17,16 @@ from tests.parity import architectures
 from workers.backends.sampling import vllm
 from workers.backends.sampling.vllm.arguments import engine_args
 from workers.backends.sampling.vllm.backend import VllmSampler
-from workers.backends.sampling.vllm.engine import (
-    _explained,
+from workers.backends.sampling.vllm.checks import (
     check_dtype,
     check_experts,
     check_head_sizes,
     check_install,
     check_latent_attention,
     check_query_scaling,
-    set_environment,
+    check_rotary_order,
 )
+from workers.backends.sampling.vllm.engine import _explained, set_environment
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE
 from workers.models import base_model
 
@@ -61,13 +61,14 @@ def test_a_vllm_that_cannot_be_imported_is_a_setup_error_that_names_the_cause(tm
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     monkeypatch.delenv(SAMPLER_PID_VARIABLE, raising=False)  # left by another test, it names a sampler to end with
     # Imported anew, they must not need vLLM either.
-    for name in ("engine", "worker"):
+    for name in ("checks", "engine", "worker"):
         monkeypatch.delitem(sys.modules, f"{vllm.__name__}.{name}")
         monkeypatch.setattr(vllm, name, None)
-    engine = import_module(f"{vllm.__name__}.engine")
-    engine.check_install()
+    import_module(f"{vllm.__name__}.engine")
+    checks = import_module(f"{vllm.__name__}.checks")
+    checks.check_install()
     with pytest.raises(SetupError, match=r"vLLM is installed but cannot be imported: libcudart\.so\.99: cannot open"):
-        engine.check_import()
+        checks.check_import()
 
 
 @pytest.mark.parametrize("own", [None, "1"])
@@ -140,11 +141,53 @@ def test_a_head_of_a_size_that_vllms_cpu_kernels_lack_is_refused(case: str, tmp_
 def test_latent_attention_is_refused_on_a_cpu(case: str, tmp_path: Path) -> None:
     settings = BaseModelSettings(name="n", path=str(architectures.build(case, tmp_path)))
     skeleton = base_model.skeleton(settings)
-    if case in ("glm4-moe", "qwen3"):
-        check_latent_attention(settings, skeleton)
+    for full in (False, True):
+        if case in ("glm4-moe", "qwen3"):
+            check_latent_attention(settings, skeleton, full=full)
+            continue
+        with pytest.raises(UnservableModel, match=r"'n' has latent attention.* set sampler\.backend to transformers"):
+            check_latent_attention(settings, skeleton, full=full)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("case", ["deepseek-v3", "glm4-moe-lite", "kimi-linear", "glm4-moe"])
+def test_latent_attention_is_refused_on_a_gpu_only_with_adapters(case: str, tmp_path: Path) -> None:
+    """vLLM would leave their pairs on kv_b_proj out of the computation, without a word."""
+    settings = BaseModelSettings(name="n", path=str(architectures.build(case, tmp_path)))
+    skeleton = base_model.skeleton(settings)
+    check_latent_attention(settings, skeleton, full=True)
+    if case == "glm4-moe":
+        check_latent_attention(settings, skeleton, full=False)
         return
-    with pytest.raises(UnservableModel, match=r"'n' has latent attention.* set sampler\.backend to transformers"):
-        check_latent_attention(settings, skeleton)
+    with pytest.raises(UnservableModel, match=r"'n' has latent attention, where vLLM leaves out adapters on kv_b_proj"):
+        check_latent_attention(settings, skeleton, full=False)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("case", ["llama4", "llama"])
+def test_adapters_on_llama_4_are_refused_also_on_a_gpu(case: str, tmp_path: Path) -> None:
+    settings = BaseModelSettings(name="n", path=str(architectures.build(case, tmp_path)))
+    skeleton = base_model.skeleton(settings)
+    if case == "llama":
+        check_rotary_order(settings, skeleton)
+        return
+    with pytest.raises(UnservableModel, match=r"'n' is a Llama 4.* set sampler\.backend to transformers"):
+        check_rotary_order(settings, skeleton)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("case", "said"), [("llama4", "is a Llama 4"), ("deepseek-v3", "latent attention, where")])
+def test_a_model_whose_adapters_vllm_would_misplace_ends_the_sampler_at_its_start(
+    case: str, said: str, tmp_path: Path
+) -> None:
+    settings = BaseModelSettings(name="n", path=str(architectures.build(case, tmp_path)), max_rank=8)
+    with pytest.raises(UnservableModel, match=said):
+        VllmSampler(settings).open()
 
 
 @pytest.mark.parametrize(("case", "said"), [("gemma4", "heads of size 16"), ("deepseek-v3", "latent attention")])

@@ -1,29 +1,21 @@
-"""Recovery: rebuilds runs and checkpoints from manifests, and backs up the objects that no manifest can replace.
-
-A backup file has one JSON text per line: a head, one line per object, and last the number of objects. The last line
-shows that the file was not cut short.
-"""
+"""Rebuild: restores the records of runs and checkpoints from their manifests."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from app import ids
 from app.domain.checkpoints import MANIFEST, MODELS, OWNER, SNAPSHOT, CheckpointPrefix, Manifest
 from app.domain.records import Checkpoint, Model, Session
-from app.errors import BadRequest, NotFound, SetupError
-from app.stores.objects import accounts
-from app.stores.objects.base import ObjectStore, check_key
+from app.errors import BadRequest, NotFound
+from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import has_note, read_moves, read_note
-from app.stores.pages import LEDGERS
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.records import RedisRecords, dump
@@ -35,9 +27,6 @@ KeysByPlace = dict[CheckpointPrefix, list[str]]
 _TYPED = TypeAdapter(Manifest)
 # Owners that wrote only local snapshots left no trace of their epochs in the object store. No run has a million epochs.
 _FAR = 2**20
-
-ROOTS = (accounts.ROOT, *LEDGERS)
-_HEAD = {"tinsmith": "backup", "version": 1}
 
 
 @dataclass
@@ -70,20 +59,21 @@ class Rebuild:
         self, oplog: RedisOpLog, lifecycle: RedisLifecycle, records: RedisRecords, objects: ObjectStore
     ) -> None:
         self._oplog, self._lifecycle, self._records, self._objects = oplog, lifecycle, records, objects
+        self._restored = Restored()
         self._moves: dict[str, str] = {}
 
     def __call__(self) -> Restored:
         """Rebuilds everything. Raises Unavailable, after which it can be run again."""
-        restored, self._moves = Restored(), read_moves(self._objects)
+        self._restored, self._moves = Restored(), read_moves(self._objects)
         for model_id, found in self._models().items():
             head = self._records.get(Model.namespace, model_id)
             if head is None:
-                self._restore(model_id, found, restored)
+                self._restore(model_id, found)
             elif lost := [place for place in found if self._is_lost(place, head)]:
-                self._catch_up(model_id, head, found, lost, restored)
+                self._catch_up(model_id, found, lost)
             else:
-                restored.known += 1
-        return restored
+                self._restored.known += 1
+        return self._restored
 
     def _models(self) -> dict[str, KeysByPlace]:
         models: defaultdict[str, KeysByPlace] = defaultdict(dict)
@@ -102,43 +92,41 @@ class Rebuild:
             return place.epoch > epoch
         return not self._oplog.waiting(place.model_id, place.seq, 1)
 
-    def _catch_up(
-        self, model_id: str, head: Record, found: KeysByPlace, lost: list[CheckpointPrefix], restored: Restored
-    ) -> None:
+    def _catch_up(self, model_id: str, found: KeysByPlace, lost: list[CheckpointPrefix]) -> None:
         """Restores a run that was set back. The new epoch is written last, because after it nothing counts as lost."""
-        for place, manifest in self._newest_of_each(lost, found, restored):
+        for place, manifest in self._newest_of_each(lost, found):
             if manifest.path:
-                self._restore_checkpoint(place, manifest, restored)
+                self._restore_checkpoint(place, manifest)
         epoch = str(max(place.epoch for place in lost) + _FAR)
         self._records.update(Model.namespace, model_id, {"epoch": epoch, "epoch_floor": epoch})
-        restored.set_back.append(model_id)
+        self._restored.set_back.append(model_id)
 
-    def _restore(self, model_id: str, found: KeysByPlace, restored: Restored) -> None:
+    def _restore(self, model_id: str, found: KeysByPlace) -> None:
         """Restores a missing run. Its record is written last, so a run that has a record was restored completely."""
         snapshot, manifests = None, []
-        for place, manifest in self._newest_of_each(found, found, restored):
+        for place, manifest in self._newest_of_each(found, found):
             manifests.append(manifest)
             if place.kind == SNAPSHOT:
                 snapshot = place
             elif manifest.path:
-                self._restore_checkpoint(place, manifest, restored)
+                self._restore_checkpoint(place, manifest)
         if manifests:
-            self._restore_run(model_id, manifests, snapshot, max(place.epoch for place in found) + _FAR, restored)
+            self._restore_run(model_id, manifests, snapshot, max(place.epoch for place in found) + _FAR)
 
     def _newest_of_each(
-        self, places: Iterable[CheckpointPrefix], found: KeysByPlace, restored: Restored
-    ) -> Iterable[tuple[CheckpointPrefix, Manifest]]:
+        self, places: Iterable[CheckpointPrefix], found: KeysByPlace
+    ) -> Iterator[tuple[CheckpointPrefix, Manifest]]:
         """The newest snapshot, and the newest generation of each checkpoint."""
         by_name: defaultdict[tuple[str, str], list[CheckpointPrefix]] = defaultdict(list)
         for place in places:
             by_name[place.kind, "" if place.kind == SNAPSHOT else place.name].append(place)
         for _, generations in sorted(by_name.items()):
-            newest = self._newest(generations, found, restored)
+            newest = self._newest(generations, found)
             if newest is not None:
                 yield newest
 
     def _newest(
-        self, places: Iterable[CheckpointPrefix], found: KeysByPlace, restored: Restored
+        self, places: Iterable[CheckpointPrefix], found: KeysByPlace
     ) -> tuple[CheckpointPrefix, Manifest] | None:
         """The newest complete place; a half-written place has no manifest."""
         for place in sorted(places, key=lambda place: (place.epoch, place.seq), reverse=True):
@@ -147,7 +135,7 @@ class Rebuild:
             manifest = self._manifest(place, found[place])
             if manifest is not None and all(f"{place}/{name}" in found[place] for name in manifest.files):
                 return place, manifest
-            restored.damaged.append(str(place))
+            self._restored.damaged.append(str(place))
         return None
 
     def _manifest(self, place: CheckpointPrefix, keys: list[str]) -> Manifest | None:
@@ -166,27 +154,12 @@ class Rebuild:
             return None
         return manifest
 
-    def _restore_checkpoint(self, place: CheckpointPrefix, manifest: Manifest, restored: Restored) -> None:
-        checkpoint = Checkpoint(
-            owner=manifest.owner,
-            model_id=place.model_id,
-            kind=place.kind,
-            base_model=manifest.base_model,
-            prefix=str(place),
-            created=_unix(manifest.created),
-            size_bytes=manifest.size,
-            lora=asdict(manifest.lora) if manifest.lora else {},
-            files=sorted(manifest.files),
-            expires_at=manifest.expires_at,
-            user_metadata=dict(manifest.user_metadata),
-            critic=manifest.critic,
-            public=manifest.public,
-            expiry_by=manifest.expiry_by,
-        )
+    def _restore_checkpoint(self, place: CheckpointPrefix, manifest: Manifest) -> None:
+        checkpoint = Checkpoint.of(place, manifest)
         if checkpoint.is_expired(self._records.now()):
-            restored.expired += 1
+            self._restored.expired += 1
         elif self._record(manifest, checkpoint):
-            restored.checkpoints.append(manifest.path)
+            self._restored.checkpoints.append(manifest.path)
 
     def _record(self, manifest: Manifest, checkpoint: Checkpoint) -> bool:
         """Records the checkpoint. False when the newest save at this path is recorded already."""
@@ -194,7 +167,7 @@ class Rebuild:
         if self._records.put_new(Checkpoint.namespace, manifest.path, fields):
             return True
         stored = self._records.find(Checkpoint, manifest.path)
-        if stored is not None and self._saved(stored.prefix) >= _unix(manifest.created):
+        if stored is not None and self._saved(stored.prefix) >= manifest.created_at:
             return False
         self._records.put(Checkpoint.namespace, manifest.path, fields)
         return True
@@ -203,7 +176,7 @@ class Rebuild:
         """The time in the manifest of a recorded checkpoint; -inf without a readable one. The record's own time is not
         comparable: it is the state server's, and a manifest has that of its worker."""
         try:
-            return _unix(Manifest.from_json(self._objects.read(f"{prefix}/{MANIFEST}")).created)
+            return Manifest.from_json(self._objects.read(f"{prefix}/{MANIFEST}")).created_at
         except (ValueError, TypeError, NotFound):
             return float("-inf")
 
@@ -213,13 +186,12 @@ class Rebuild:
         manifests: list[Manifest],
         snapshot: CheckpointPrefix | None,
         epoch: int,
-        restored: Restored,
     ) -> None:
         """Restores the run's record. Without a snapshot the run cannot continue: it has ended, and only its checkpoints
         are left."""
         last = max(manifests, key=lambda manifest: (manifest.epoch, manifest.seq))
         session_id = ids.session_of(model_id)
-        created = min(_unix(manifest.created) for manifest in manifests)
+        created = min(manifest.created_at for manifest in manifests)
         if self._records.put_new(Session.namespace, session_id, dump(Session(last.owner, created))):
             self._lifecycle.heartbeat(session_id)
         model = Model(
@@ -239,11 +211,11 @@ class Rebuild:
             seq = str(snapshot.seq)
             head |= {"applied": seq, "snapshot_seq": seq, "snapshot": str(snapshot)}
         if not self._oplog.create_model(model_id, {**dump(model), **head}):
-            restored.known += 1
+            self._restored.known += 1
         elif snapshot is None:
-            restored.ended.append(model_id)
+            self._restored.ended.append(model_id)
         else:
-            restored.runs[model_id] = snapshot.seq
+            self._restored.runs[model_id] = snapshot.seq
 
 
 def _check(place: CheckpointPrefix, manifest: Manifest) -> None:
@@ -259,55 +231,3 @@ def _check(place: CheckpointPrefix, manifest: Manifest) -> None:
         raise ValueError(f"the manifest is for {manifest.model_id!r}, seq {manifest.seq}, epoch {manifest.epoch}")
     if datetime.fromisoformat(manifest.created).tzinfo is None:
         raise ValueError(f"the time {manifest.created!r} in the manifest has no time zone")
-
-
-def _unix(moment: str) -> float:
-    return datetime.fromisoformat(moment).timestamp()
-
-
-def backup_lines(objects: ObjectStore) -> Iterator[str]:
-    """The lines of a backup. Raises Unavailable while the store is away, and SetupError for a damaged object."""
-    yield json.dumps(_HEAD)
-    keys = [key for root in ROOTS for key in objects.list(f"{root}/")]
-    for key in keys:
-        try:
-            content = objects.read(key).decode()
-        except UnicodeDecodeError:
-            raise SetupError(
-                f"{key} in the object store is damaged: restore it from an earlier backup, or delete it"
-            ) from None
-        yield json.dumps({"key": key, "content": content})
-    yield json.dumps({"objects": len(keys)})
-
-
-def check_backup(backup: Iterable[str]) -> int:
-    """The number of objects in the backup. Raises BadRequest, naming the line, for anything that `backup_lines` did not
-    write."""
-    rest = enumerate(backup, 1)
-    if _parsed(next(rest, (1, ""))[1]) != _HEAD:
-        raise BadRequest("line 1 is not the header of a backup of this version")
-    count = 0
-    for number, text in rest:
-        found = _parsed(text)
-        if found == {"objects": count}:
-            return count
-        if not isinstance(found, dict) or not all(isinstance(found.get(name), str) for name in ("key", "content")):
-            raise BadRequest(f"line {number} is damaged")
-        if check_key(found["key"]).split("/")[0] not in ROOTS:
-            raise BadRequest(f"line {number} holds {found['key']!r}, which is not in a backup")
-        count += 1
-    raise BadRequest(f"the file ends after {count} objects, before its last line: it was cut short")
-
-
-def restore_backup(backup: Iterable[str], objects: ObjectStore) -> int:
-    """Stores the objects of a checked backup that are missing, and returns their number. Existing objects never
-    change."""
-    found = (_parsed(text) for text in backup)
-    return sum(objects.put_new(each["key"], each["content"].encode()) for each in found if "key" in each)
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None

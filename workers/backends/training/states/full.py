@@ -27,7 +27,7 @@ from workers.backends.training.base import GRADIENTS_FILE, OPTIMIZER_FILE, Creat
 from workers.backends.training.engine import Engine
 from workers.backends.training.optimizer import ShardedAdamW, Step
 from workers.backends.training.ranks import Shards
-from workers.backends.training.state import NO_FILES, ModelState, read_optimizer, shaped_as
+from workers.backends.training.states.base import NO_FILES, ModelState, read_optimizer, shaped_as
 from workers.models import base_model, lora
 from workers.models.adapter import Adapter
 from workers.models.full_weights import check_config, huggingface_writer

@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from app.domain.records import Worker
-from app.services.queue import Position, QueuePositions, describe
+from app.services.queue_positions import Position, QueuePositions, describe
 from app.stores.redis.types import ModelLine, Unfinished, WaitingSample
 
 T = TypeVar("T")

@@ -9,9 +9,10 @@ import pytest
 
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.errors import ServerOpError, UserOpError
-from workers.process import liveness
 from workers.process.gpu_turns import GpuTurns
-from workers.process.liveness import Probe, Watchdog
+from workers.process.liveness import Watchdog
+from workers.sample import probe
+from workers.sample.probe import Probe
 
 
 @dataclass
@@ -40,7 +41,7 @@ class _TickSender:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(probe.time, "monotonic", lambda: now[0])
     return now
 
 

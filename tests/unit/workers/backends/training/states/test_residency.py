@@ -21,7 +21,9 @@ from workers.backends.training import backends
 from workers.backends.training.base import GRADIENTS_FILE, Create
 from workers.backends.training.passes import Pass
 from workers.backends.training.ranks import RankGroup, total_norms
-from workers.backends.training.state import NO_FILES, AdapterState, Residency
+from workers.backends.training.states.adapter import AdapterState
+from workers.backends.training.states.base import NO_FILES
+from workers.backends.training.states.residency import Residency
 from workers.backends.training.trainer import Trainer
 from workers.models.adapter import pieces
 
@@ -273,7 +275,7 @@ def test_only_rank_0_copies_an_adapter_that_is_saved(base: Path, monkeypatch: py
     backend.apply({"a": Create(LoraSpec(rank=2))})
     state: Any = backend._states["a"]
     state.shards = replace(state.shards, ranks=RankGroup(rank=1, size=2))
-    monkeypatch.setattr("workers.backends.training.state.copied", Mock(side_effect=MemoryError))
+    monkeypatch.setattr("workers.backends.training.states.adapter.copied", Mock(side_effect=MemoryError))
     assert state.capture(optimizer=False, gradients=True) is NO_FILES
 
 

@@ -13,7 +13,7 @@ import redis
 from app.domain.checkpoints import MANIFEST
 from app.domain.records import Checkpoint, Model, Session
 from app.domain.results import Result
-from app.services.recovery import Rebuild, Restored
+from app.services.recovery.rebuild import Rebuild, Restored
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
 from app.stores.redis.journal import RedisOpLog

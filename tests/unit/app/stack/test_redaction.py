@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from app.stack.arguments import without_secrets
+from app.stack.redaction import without_secrets
 
 _PROGRAM = """
 import argparse, pathlib, sys
-from app.stack.arguments import hide_secrets
+from app.stack.redaction import hide_secrets
 hide_secrets(argparse.Namespace(redis=sys.argv[1], s3=None, api_key=None))
 print(pathlib.Path("/proc/self/cmdline").read_bytes().split(b"\\0")[3].decode())
 """

@@ -1,22 +1,13 @@
-"""The state of a trainer's models, and that of LoRA adapters.
-
-`Residency` keeps the last used models on the device and the others in host memory; a move changes no bit.
-
-Every rank holds all of an adapter and of its gradient.
-"""
+"""State of LoRA adapters. Every rank holds all of an adapter and of its gradient."""
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from app.domain.ops import AdamParams, LoraSpec
@@ -26,191 +17,12 @@ from workers.backends.training.base import GRADIENTS_FILE, OPTIMIZER_FILE, Creat
 from workers.backends.training.engine import Engine
 from workers.backends.training.optimizer import MOMENTS, ShardedAdamW, Step, foreign_state
 from workers.backends.training.ranks import Shards
+from workers.backends.training.states.base import NO_FILES, ModelState, read_optimizer, shaped_as
 from workers.models import lora, peft_files
 from workers.models.adapter import Adapter, Layout, pieces
 from workers.models.full_weights import huggingface_writer
 
-log = logging.getLogger(__name__)
 _HOST = torch.device("cpu")
-
-
-class ModelState(Protocol):
-    """One model's weights, optimizer and pending gradient; during a pass, also the gradient found so far.
-
-    Every rank calls the same methods in the same order: `begin`, `collect`, `sum_found`, `end_step`, `capture` and
-    `export` are collectives.
-    """
-
-    shards: Shards
-    pending_norm: Tensor | None
-    """The L2 norm of the pending gradient, if it is known."""
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """The adapter its tokens run under; None for the plain base."""
-        ...
-
-    @property
-    def critic(self) -> bool:
-        """True if the model has a value head in the place of the base's head."""
-        ...
-
-    def move(self, device: torch.device) -> None:
-        """Moves the state to `device`. Called while no call runs; tensors keep their identity."""
-        ...
-
-    def begin(self) -> None:
-        """Prepares the engine for a pass over this model."""
-        ...
-
-    def collect(self) -> None:
-        """Collects the gradients of a round of micro-batches. Called when this rank has finished the round, or, after
-        `drop_found`, when its memory ran out."""
-        ...
-
-    def sum_found(self) -> None:
-        """Sums the found gradient over the ranks at the end of a pass."""
-        ...
-
-    def found_gradients(self) -> Mapping[str, Tensor]:
-        """Returns the found gradient that this rank holds, fp32 by name."""
-        ...
-
-    def keep(self, norm: Tensor) -> None:
-        """Adds the found gradient to the pending gradient. `norm`: its L2 norm, which is finite."""
-        ...
-
-    def drop_found(self) -> None:
-        """Drops the found gradient."""
-        ...
-
-    def drop_pending(self) -> None:
-        """Drops the pending gradient."""
-        ...
-
-    def pending_gradients(self) -> Mapping[str, Tensor]:
-        """Returns the pending gradient that this rank holds, fp32 by name; empty for zero."""
-        ...
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """Returns all trained weights by the names of `shards`; those of other ranks may be on the meta device."""
-        ...
-
-    def begin_step(self, params: AdamParams) -> Step:
-        """Returns the step of AdamW on the pending gradient, and changes nothing."""
-        ...
-
-    def end_step(self) -> None:
-        """Shows the stepped weights to passes and other ranks. The pending gradient is then zero."""
-        ...
-
-    def restore_pending(self, stored: Mapping[str, Tensor]) -> None:
-        """Sets the pending gradient, from the tensors of GRADIENTS_FILE. Raises UserOpError when one is missing or
-        misshapen."""
-        ...
-
-    def capture(self, *, optimizer: bool, gradients: bool = False, rounded: bool = False) -> Writer:
-        """See TrainingBackend.capture. Only the Writer of rank 0 writes."""
-        ...
-
-    def export(self) -> Writer:
-        """See TrainingBackend.export. Only the Writer of rank 0 writes."""
-        ...
-
-    def check_same_shape(self, other: ModelState) -> None:
-        """Raises UserOpError unless `other` could take this one's place."""
-        ...
-
-
-class Models(Protocol):
-    """Makes the states of one trainer's models."""
-
-    def fresh(self, op: Create) -> ModelState:
-        """Makes a new model. Raises UserOpError for a kind of model that this trainer does not train."""
-        ...
-
-    def read(self, folder: Path, *, optimizer: bool, critic: bool) -> ModelState:
-        """Reads files of `capture`, on this rank. Raises UserOpError when they are missing, damaged or do not fit."""
-        ...
-
-
-NO_FILES = Writer(lambda folder: None, 0)
-"""The Writer of every rank but 0."""
-
-
-def read_optimizer(folder: Path) -> dict[str, Tensor]:
-    """Reads the optimizer state. Raises UserOpError when `folder` holds no readable one."""
-    try:
-        return dict(load_file(folder / OPTIMIZER_FILE))
-    except (OSError, SafetensorError):
-        raise UserOpError(f"checkpoint {folder.name} holds no optimizer state; load it without its optimizer") from None
-
-
-def read_gradients(folder: Path) -> dict[str, Tensor]:
-    """Reads the pending gradient of a snapshot; empty for zero. Raises UserOpError when it is not readable."""
-    file = folder / GRADIENTS_FILE
-    try:
-        return dict(load_file(file)) if file.exists() else {}
-    except (OSError, SafetensorError):
-        raise UserOpError(f"the pending gradient in {folder.name} is not readable") from None
-
-
-def shaped_as(stored: Mapping[str, Tensor], like: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Returns the stored tensors of these names and shapes, on `device`. Raises UserOpError for any other."""
-    try:
-        return {name: stored[name].view(tensor.shape).to(device) for name, tensor in like.items()}
-    except (KeyError, RuntimeError) as error:
-        raise UserOpError(f"the pending gradient does not belong to this model: {error}") from None
-
-
-class Residency:
-    """Keeps at most `most` models on `device` (0: all that have room)."""
-
-    def __init__(self, device: torch.device, most: int) -> None:
-        self._device, self._most = device, most
-        self._here: OrderedDict[str, None] = OrderedDict()
-        self._away: set[str] = set()
-
-    def __len__(self) -> int:
-        """The number of models on the device."""
-        return len(self._here)
-
-    def bring(self, states: Mapping[str, ModelState], wanted: Collection[str]) -> None:
-        """Brings the wanted models, at most `most`, to the device, or makes room for those that do not exist yet.
-
-        Other models leave first, the least recently used before the rest. Moved tensors keep their identity.
-        """
-        for model_id in wanted:
-            self._here[model_id] = None
-            self._here.move_to_end(model_id)
-        if self._most:
-            self._leave(states, list(self._here)[: -self._most])
-        for model_id in self._away.intersection(wanted):
-            states[model_id].move(self._device)
-            self._away.remove(model_id)
-
-    def keep_only(self, states: Mapping[str, ModelState], wanted: Collection[str]) -> bool:
-        """Moves all other models to host memory, since memory ran out. Returns False if there are none."""
-        others = [model_id for model_id in self._here if model_id not in wanted]
-        if others:
-            log.warning(
-                "memory ran out: %d idle models move to host memory; trainer.device_models bounds those that stay",
-                len(others),
-            )
-        self._leave(states, others)
-        return bool(others)
-
-    def _leave(self, states: Mapping[str, ModelState], models: Collection[str]) -> None:
-        for model_id in models:
-            del self._here[model_id]
-            if model_id in states:
-                states[model_id].move(_HOST)
-                self._away.add(model_id)
-
-    def forget(self, model_id: str) -> None:
-        """Forgets a model that no longer has a state."""
-        self._here.pop(model_id, None)
-        self._away.discard(model_id)
 
 
 @dataclass(slots=True, eq=False)

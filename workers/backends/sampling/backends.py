@@ -1,0 +1,58 @@
+"""The sampling backends, transformers and vLLM, and `create`, which makes the one that the settings name."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+
+from app.errors import SetupError
+from app.settings import NO_VLLM, BaseModelSettings
+from workers.backends.devices import check_gpus
+from workers.backends.sampling.base import SamplerBackend
+
+log = logging.getLogger(__name__)
+
+
+def create(settings: BaseModelSettings, *, full: bool = False) -> SamplerBackend:
+    """Makes the backend the settings ask for; "auto" is vLLM with a GPU and vLLM installed, else transformers.
+
+    `full`: it loads all weights of a model, one model at a time, in the place of the base's weights.
+
+    Raises SetupError if the settings name a GPU that this machine does not have. If the settings name vLLM and it
+    cannot run here, `open` raises it instead.
+    """
+    check_gpus()
+    gpus = torch.cuda.device_count()
+    # The process is bound to its part of the devices (workers/cli.py).
+    bound = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if settings.sampler.devices else []
+    check_devices(bound, gpus)
+    if choose(settings.sampler.backend, gpus, vllm=find_spec("vllm") is not None) == "vllm":
+        from workers.backends.sampling.vllm.backend import VllmSampler
+
+        return VllmSampler(settings, full=full)
+    from workers.backends.sampling.transformers.backend import TransformersSampler
+
+    return TransformersSampler(settings, full=full)
+
+
+def choose(asked: str, gpus: int, *, vllm: bool) -> str:
+    """Returns the backend for a machine with `gpus` GPUs, with or without vLLM.
+
+    Logs a warning when there is a GPU but no vLLM to use it.
+    """
+    if asked != "auto":
+        return asked
+    if gpus and not vllm:
+        log.warning(NO_VLLM)
+    return "vllm" if gpus and vllm else "transformers"
+
+
+def check_devices(named: Sequence[str], gpus: int) -> None:
+    """Raises SetupError when a named GPU is missing. `gpus` counts the named GPUs that torch sees."""
+    if len(named) > gpus:
+        seen = f"only {gpus} of them" if gpus else "no GPU"
+        raise SetupError(f"sampler.devices is [{', '.join(named)}], but torch sees {seen} here; correct the list")

@@ -1,0 +1,1 @@
+"""States of a trainer's models: weights, optimizer and pending gradient."""
