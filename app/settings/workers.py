@@ -197,6 +197,12 @@ class BaseModelSettings(Section):
     router_replay: bool = Field(
         False, description="samplers record the experts of each token, and trainers use the same ones"
     )
+    weights_id: str = Field(
+        "",
+        pattern="^([0-9a-f]{16})?$",
+        description="id of the weights, as in the workers' logs: serve these weights and no others, also under a name "
+        "that had others before",
+    )
     prices: Prices = Field(Prices(), description="prices of this base model's usage, in place of those of [prices]")
     trainer: TrainerSettings = Field(TrainerSettings(), description="trainers of LoRA adapters")
     full: TrainerSettings | None = Field(

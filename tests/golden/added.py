@@ -212,6 +212,7 @@ ADDED: dict[str, set[str]] = {
         "limits.samples",
         "limits.sampled_tokens",
         "base_models.router_replay",
+        "base_models.weights_id",
         *(
             f"{section}.{name}"
             for section in ("prices", "base_models.prices")
@@ -237,6 +238,7 @@ ADDED: dict[str, set[str]] = {
         "limits.samples",
         "limits.sampled_tokens",
         "base_models[0].router_replay",
+        "base_models[0].weights_id",
         *(f"{section}.{name}" for section in ("prices", "base_models[0].prices") for name in _PRICES),
         *(f"engine.{name}" for name in _ENGINE),
         *(f"base_models[0].{section}.sequence_parallel" for section in ("trainer", "full")),

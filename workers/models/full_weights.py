@@ -73,8 +73,8 @@ def huggingface_writer(base: Any, tensors: Mapping[str, Tensor], dtype: torch.dt
         skeleton = type(base)(config).to(dtype)
     _check_names(tensors, (name for name, _ in skeleton.named_parameters()))
     buffers = {name: base.get_buffer(name).cpu() for name in _persistent_buffers(skeleton)}
-    of_base = _cached(base.name_or_path, [_GENERATION, *PROCESSOR_FILES])
-    copied = [*of_base, *_cached(tokenizer, TOKENIZER_FILES)]
+    of_base = cached(base.name_or_path, [_GENERATION, *PROCESSOR_FILES])
+    copied = [*of_base, *cached(tokenizer, TOKENIZER_FILES)]
     # A processor reads its template from its file, so that file stays, and further ones cannot be configured beside it.
     templates = {} if any(path.name in PROCESSOR_FILES for path in of_base) else _further_templates(tokenizer)
 
@@ -135,7 +135,7 @@ def _persistent_buffers(model: Any) -> list[str]:
     return [name for name in model.state_dict() if name in names]
 
 
-def _cached(source: str, names: Iterable[str]) -> list[Path]:
+def cached(source: str, names: Iterable[str]) -> list[Path]:
     """The files among `names` that a folder has, or the hub cache holds."""
     found = (
         cached_file(
@@ -153,7 +153,7 @@ def _cached(source: str, names: Iterable[str]) -> list[Path]:
 
 def _further_templates(tokenizer: str) -> dict[str, str]:
     """The chat templates that a tokenizer has in a folder of their own, by name."""
-    folders = [path.parent / TEMPLATE_FOLDER for path in _cached(tokenizer, [_TOKENIZER_CONFIG])]
+    folders = [path.parent / TEMPLATE_FOLDER for path in cached(tokenizer, [_TOKENIZER_CONFIG])]
     return {path.stem: path.read_text() for folder in folders for path in sorted(folder.glob("*.jinja"))}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,7 @@ def _start_trainer(parts: Parts, base: BaseModelSettings, queue: str, *, full: b
     from workers.backends.training.backends import create
     from workers.models.base_model import check_adaptable
     from workers.models.full_weights import weight_shapes
+    from workers.models.loading import base_weights
     from workers.models.routers import check_replayable
 
     base.check_turns()
@@ -85,7 +87,9 @@ def _start_trainer(parts: Parts, base: BaseModelSettings, queue: str, *, full: b
     if base.takes_turns(full=full):
         backend = shared = TrainerInTurns(backend, _turns_file(parts, base, full=full), base.trainer.rank_deadline_s)
         turns = shared.turns
-    info, metrics = backend.open(), telemetry.serve_metrics(base.trainer.metrics_port)
+    with base_weights.checked(parts.records, base):
+        info = backend.open()
+    metrics = telemetry.serve_metrics(base.trainer.metrics_port)
     serving = Serving(base, backend, info, queue, full=full, metrics_url=metrics, facts=facts, turns=turns)
     return assemble_trainer(parts, serving).runtime()
 
@@ -98,6 +102,7 @@ def _start_sampler(parts: Parts, base: BaseModelSettings, queue: str, *, full: b
     from workers.backends.sampling.backends import create
     from workers.backends.sampling.vllm.backend import VllmSampler
     from workers.models.base_model import check_adaptable
+    from workers.models.loading import base_weights
     from workers.models.routers import check_replayable
 
     base.check_turns()
@@ -113,11 +118,17 @@ def _start_sampler(parts: Parts, base: BaseModelSettings, queue: str, *, full: b
         turns = shared.turns
     noted = parts.settings.data_dir / "run" / f"{parts.node}.shared-memory"
     shared_memory.remove_noted(noted)
-    info = backend.open()
-    shared_memory.note(noted)
+    with nullcontext() if _has_own_weights(base) else base_weights.checked(parts.records, base):
+        info = backend.open()
+        shared_memory.note(noted)
     metrics = telemetry.serve_metrics(base.sampler.metrics_port)
     serving = Serving(base, backend, info, queue, full=full, metrics_url=metrics, turns=turns)
     return assemble_sampler(parts, serving).runtime
+
+
+def _has_own_weights(base: BaseModelSettings) -> bool:
+    """True if the arguments of vLLM name other files than the trainer reads, such as a quantised copy."""
+    return any(name in base.sampler.engine_args for name in ("model", "revision", "download_dir"))
 
 
 def _turns_file(parts: Parts, base: BaseModelSettings, *, full: bool) -> Path:

@@ -56,6 +56,14 @@ def check_whole(file: Path) -> None:
         raise _invalid(file, f"its tensors have {end} bytes, but {size} are there")
 
 
+def read_fields(file: Path) -> tuple[dict[str, Any], int]:
+    """The header's fields of each tensor, unchecked, and the byte of the file at which the tensors begin. Raises
+    BadRequest when the header cannot be read."""
+    header, size = _header(file, MOST_HEADER)
+    header.pop(_METADATA, None)
+    return header, file.stat().st_size - size
+
+
 def _header(file: Path, most_header: int) -> tuple[dict[str, Any], int]:
     """The header, and the number of bytes behind it."""
     with file.open("rb") as data:

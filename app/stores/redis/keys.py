@@ -108,6 +108,8 @@
                               a checkpoint's has deleting, its prefix, once its deletion has begun
                               organisations, projects, users, keys (app/domain/accounts.py): a copy of the object
                               store's accounts, looked up at every request
+    base_weights        HASH  base model -> the id of the weights that its runs and checkpoints depend on
+                              (workers/models/loading/weights_id.py)
     recalled:accounts   HASH  done: "true" once the state server holds all accounts that the object store holds
     index:<namespace>   ZSET  the ids of a namespace, all of score 0, so that they are in order
     stream:<request>    STREAM  on the broker: the tokens of a sampling request with a streamed answer: index, place,

@@ -79,6 +79,12 @@ class RedisRecords:
             raise Unavailable(f"saving {path} took so long that its storage reservation has expired; try again")
         return bool(outcome)
 
+    def note_weights(self, base_model: str, weights_id: str, *, replace: bool = False) -> str:
+        """Notes the id of a base model's weights if it has none yet, or with `replace` in any case. Returns the id that
+        it had before, or ""."""
+        noted: bytes = self._run("note_weights", base_model, weights_id, int(replace))
+        return noted.decode()
+
     def put_loss(self, loss_id: str, loss: Loss, most_bytes: int) -> bool:
         """Records a custom loss. Returns False when the id has one already; that one stays. Raises TooLarge when the
         losses of its session would take more than `most_bytes`, NotFound when the session is gone, and Unavailable

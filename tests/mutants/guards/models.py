@@ -19,9 +19,40 @@ _PACKED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test
 _EXPERTS = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_experts.py"
 _LOADING = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_loading.py"
 _GROUPED = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/products/test_grouped.py"
+_WEIGHTS_ID = "--confcutdir=tests/unit/workers/models tests/unit/workers/models/test_weights_id.py"
+_BASE_WEIGHTS = "tests/unit/workers/models/test_base_weights.py"
 _SHARDED = "--confcutdir=tests/conformance tests/conformance/test_sharded_loading.py"
 
 MUTANTS = (
+    # The weights that runs depend on.
+    Mutant(
+        "base weights: others than those of the runs are refused",
+        "workers/models/loading/base_weights.py",
+        "    if not base.weights_id:\n",
+        "    if False:\n",
+        f"{_BASE_WEIGHTS}::test_the_weights_of_the_first_start_are_noted_and_others_refused_until_they_are_back",
+    ),
+    Mutant(
+        "base weights: others than those of the settings are refused",
+        "workers/models/loading/base_weights.py",
+        'if base.weights_id not in ("", found):',
+        "if False:",
+        f"{_BASE_WEIGHTS}::test_weights_without_the_id_of_the_settings_are_refused_and_not_noted",
+    ),
+    Mutant(
+        "base weights: the first note stays",
+        "app/stores/redis/lua/records.lua",
+        "if not noted or ARGV[3] == '1' then",
+        "if true then",
+        f"{_BASE_WEIGHTS}::test_the_weights_of_the_first_start_are_noted_and_others_refused_until_they_are_back",
+    ),
+    Mutant(
+        "weights id: in no step with the layers",
+        "workers/models/loading/weights_id.py",
+        "key=lambda name: hashlib.sha256(name.encode()).digest())[:_SAMPLED_TENSORS]",
+        "key=str)[:: max(1, len(tensors) // _SAMPLED_TENSORS)]",
+        f"{_WEIGHTS_ID}::test_every_kind_of_weight_is_sampled_in_a_model_of_64_equal_layers",
+    ),
     # ZeRO stage 3.
     Mutant(
         "sharded loading: a parameter is split when it is read",

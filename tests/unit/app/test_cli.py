@@ -91,6 +91,7 @@ secret_kye = "hunter2"
 [[base_models]]
 path = "/models/small"
 router_replay = "often"
+weights_id = "main"
 trainer = {backend = "jax", zero_stage = 9, exact = "maybe"}
 full = "hunter2"
 [limits.project]
@@ -103,7 +104,7 @@ def test_all_mistakes_of_a_config_file_are_said_at_once_and_no_value_that_may_be
     config.write_text(WRONG)
     assert run("up", "--config", str(config)) == 2
     assert capsys.readouterr().err.splitlines() == [
-        f"tinsmith: {config} has 12 mistakes:",
+        f"tinsmith: {config} has 13 mistakes:",
         "  api_keys: Input should be a list",
         "  api.port: Input should be less than or equal to 65535 (got 70000)",
         "  api.prot: there is no such setting; did you mean 'port'?",
@@ -112,6 +113,7 @@ def test_all_mistakes_of_a_config_file_are_said_at_once_and_no_value_that_may_be
         "  limits.project: weight is 5000.0: give a number from 0.001 to 1000",
         "  base_models.0.name: Field required",
         "  base_models.0.router_replay: Input should be a valid boolean, unable to interpret input (got 'often')",
+        "  base_models.0.weights_id: String should match pattern '^([0-9a-f]{16})?$' (got 'main')",
         "  base_models.0.trainer.backend: Input should be 'deepspeed' or 'torch' (got 'jax')",
         "  base_models.0.trainer.zero_stage: Input should be 0, 1, 2 or 3 (got 9)",
         "  base_models.0.trainer.exact: Input should be a valid boolean, unable to interpret input or Input should be "

@@ -48,6 +48,13 @@ change_record(ARGV[1], ARGV[2], function() redis.call('HSET', key, unpack(ARGV, 
 redis.call('ZADD', 'tinsmith:index:' .. ARGV[1], 0, ARGV[2])
 return 1
 
+-- script: note_weights flags=allow-oom
+-- Note the id of a base model's weights. ARGV: base model, id, 1 to replace another id or 0. Returns the id that was
+-- noted before, or '' if there was none.
+local noted = redis.call('HGET', 'tinsmith:base_weights', ARGV[1])
+if not noted or ARGV[3] == '1' then redis.call('HSET', 'tinsmith:base_weights', ARGV[1], ARGV[2]) end
+return noted or ''
+
 -- script: put_loss
 -- needs: no_room
 -- Set a custom loss unless it exists, and count its bytes for its session. ARGV: session id, loss id, its bytes, most

@@ -118,3 +118,10 @@ def test_older_checkpoints_are_deleted_with_an_audit_entry_unless_one_has_change
     assert [path for path, _ in stored.list("checkpoints")] == ["new"]
     (page,) = client.keys("tinsmith:page:audit/me/*")
     assert [text.split(b" ", 1)[1] for text in client.hvals(page)] == [b"text"]
+
+
+def test_the_first_id_of_a_base_models_weights_stays_until_another_replaces_it_on_purpose(stored):
+    assert [stored.note_weights("base", id_) for id_ in ("a", "b")] == ["", "a"]
+    assert stored.note_weights("other", "b") == ""
+    assert stored.note_weights("base", "b", replace=True) == "a"
+    assert stored.note_weights("base", "a") == "b"

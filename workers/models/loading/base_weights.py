@@ -1,0 +1,83 @@
+"""The check that a base model still has the weights that its runs and checkpoints depend on.
+
+The path of a base model may come to name other weights: a hub id names the newest revision, and a folder may be
+changed. On other weights every number of a run is silently another one, also in the replay of its journal.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis
+
+from app.errors import UnservableModel
+from app.settings import BaseModelSettings
+from app.stores.redis.client import is_outage
+from app.stores.redis.records import RedisRecords
+from workers.models.loading.source import explained, local_path
+from workers.models.loading.weights_id import weights_id
+
+log = logging.getLogger(__name__)
+_AGAIN_S = 1.0
+
+
+@contextmanager
+def checked(records: RedisRecords, base: BaseModelSettings) -> Iterator[None]:
+    """Checks the weights that the block loads: those of a folder before, because loading takes minutes, and those of a
+    hub id behind it, once this machine's cache has them.
+
+    Raises UnservableModel when they are not those that the state server has noted for this base model, or not those of
+    the setting `weights_id`; that setting replaces the note. Weights without safetensors files are not checked. Waits
+    while the state server is away.
+    """
+    is_folder = Path(local_path(base.path)).is_dir()
+    if is_folder:
+        _check(records, base)
+    yield
+    if not is_folder:
+        _check(records, base)
+
+
+def _check(records: RedisRecords, base: BaseModelSettings) -> None:
+    with explained(base):
+        found = weights_id(base.path)
+    if not found:
+        log.warning("the weights of base model %s are not checked: they are in no safetensors files", base.name)
+        return
+    if base.weights_id not in ("", found):
+        raise UnservableModel(
+            f"base model {base.name!r}: weights_id is {base.weights_id}, but the weights of its path have the id "
+            f"{found}: put the weights of that id back, or correct weights_id"
+        )
+    noted = _note(records, base, found)
+    log.info("the weights of base model %s have the id %s", base.name, found)
+    if noted in ("", found):
+        return
+    if not base.weights_id:
+        raise UnservableModel(_other_weights(base, noted, found))
+    log.warning("base model %s had weights of the id %s before; weights_id replaces it", base.name, noted)
+
+
+def _note(records: RedisRecords, base: BaseModelSettings, found: str) -> str:
+    """The id that was noted before. A worker without a state server has no work, so it waits for one."""
+    while True:
+        try:
+            return records.note_weights(base.name, found, replace=bool(base.weights_id))
+        except redis.RedisError as error:
+            if not is_outage(error):
+                raise
+            log.warning("could not compare the weights of base model %s yet: %s", base.name, error)
+            time.sleep(_AGAIN_S)
+
+
+def _other_weights(base: BaseModelSettings, noted: str, found: str) -> str:
+    return (
+        f"base model {base.name!r} was served here with other weights before (id {noted}; those of its path have the "
+        f"id {found}), and its runs and checkpoints depend on them: put the earlier weights back (for a hub id, set "
+        "path to a folder with the earlier revision), or serve these under another name; to go on with these weights "
+        f'on purpose, set weights_id = "{found}" in the section of the base model'
+    )
