@@ -4,7 +4,7 @@ import pytest
 
 from app.errors import SetupError
 from app.settings import SamplerSettings, TrainerSettings, parse
-from app.settings.gpus import Devices, for_each
+from app.settings.gpus import Devices, gpus_of_copies
 
 
 @pytest.mark.parametrize(
@@ -24,19 +24,19 @@ from app.settings.gpus import Devices, for_each
 def test_each_copy_has_its_own_list_or_an_equal_part_of_one_list(
     devices: Devices, count: int, copies: tuple[tuple[int, ...], ...]
 ) -> None:
-    assert for_each("sampler", devices, count) == copies
+    assert gpus_of_copies("sampler", devices, count) == copies
 
 
 def test_lists_for_more_or_fewer_copies_are_a_setup_error() -> None:
     said = r"sampler\.devices is \[\[0\], \[1\]\], but sampler\.count is 1; give it a list of GPUs for each copy"
     with pytest.raises(SetupError, match=said):
-        for_each("sampler", ((0,), (1,)), 1)
+        gpus_of_copies("sampler", ((0,), (1,)), 1)
 
 
 def test_one_list_that_the_copies_cannot_divide_is_a_setup_error_that_shows_how_to_share_it() -> None:
     said = r"full\.devices is \[0\], which full\.count = 2 copies cannot divide equally; .* such as \[\[0\], \[0\]\]"
     with pytest.raises(SetupError, match=said):
-        for_each("full", (0,), 2)
+        gpus_of_copies("full", (0,), 2)
 
 
 def settings(devices: object) -> SamplerSettings:
@@ -44,7 +44,7 @@ def settings(devices: object) -> SamplerSettings:
     return parse(raw, "the file").base_models[0].sampler
 
 
-def test_a_config_file_has_one_list_or_a_list_for_each_copy() -> None:
+def test_a_config_file_has_one_list_or_a_list_gpus_of_copies_copy() -> None:
     assert [settings(value).devices for value in ([], [2, 0], [[2, 0], [1]])] == [(), (2, 0), ((2, 0), (1,))]
 
 

@@ -108,7 +108,7 @@ def test_an_outage_in_the_middle_of_an_op_leaves_it_free_for_anybody(world: Worl
 
 
 def test_a_payload_that_lapsed_on_its_way_in_leaves_nothing_behind(world: World, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(world.oplog._staging, "place", lambda payload: (b"", keys.staged("gone"), len(payload)))
+    monkeypatch.setattr(world.oplog._staging, "place", lambda payload: Placed(b"", keys.staged("gone"), len(payload)))
     monkeypatch.setattr(world.oplog._staging, "write", lambda key, payload: None)
     with pytest.raises(Exception, match="has expired"):
         world.admit(1, step()[0])
