@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from app.commands.connection import account_service, check_state_server, reached, settings_of, store_name
+from app.commands.connection import (
+    account_service,
+    check_state_server,
+    reached,
+    settings_of,
+    settings_of_store,
+    store_name,
+)
 from app.errors import BadRequest, SetupError
 from app.services import recovery
 from app.services.recovery import Rebuild, Restored
@@ -91,7 +98,7 @@ def backup(options: Options, file: Path) -> int:
     Raises SetupError, also for a damaged object and for a store without accounts, or Unavailable when the store is
     away.
     """
-    settings = settings_of(options)
+    settings = settings_of_store(options)
     if file.exists():
         raise SetupError(f"{file} already exists: name a new file")
     folder = folder_of(settings)

@@ -16,7 +16,24 @@ _QUEUES = "tests/unit/workers/maintenance/test_direct_queues.py"
 _DATA = "tests/processes/app/stack/test_data_folder.py"
 _NODE = "tests/unit/workers/process/test_node_name.py"
 
+_CONNECTION = "tests/unit/app/commands/test_connection.py"
+
 MUTANTS = (
+    # A stack, and not that of another folder.
+    Mutant(
+        "commands: a copied folder has the settings of another stack",
+        "app/commands/connection.py",
+        "    if not _is_at(settings, folder):\n        raise",
+        "    if False:\n        raise",
+        f"{_CONNECTION}::test_a_copied_or_moved_folder_does_not_lead_to_the_stack_of_the_first",
+    ),
+    Mutant(
+        "commands: a folder has many paths",
+        "app/commands/connection.py",
+        ".expanduser().resolve() == folder.expanduser().resolve()",
+        " == folder",
+        f"{_CONNECTION}::test_a_folder_has_many_paths",
+    ),
     # A state server that keeps what it acknowledges.
     Mutant(
         "durability: each new connection asks",
