@@ -148,7 +148,3 @@ def _check_not_stopped(settings: Settings) -> None:
     if not file.exists() or is_in_use(folder) or settings_module.load(file, {}).redis.url != settings.redis.url:
         return
     raise SetupError(f"the stack on {folder} is not running: start `tinsmith up --data-dir {folder}`")
-
-
-def store_name(settings: Settings) -> str:
-    return without_secrets(settings.store.url) if settings.store.url else str(settings.data_dir / "objects")

@@ -44,8 +44,10 @@ from app.stack.data_folder import DataFolder, write_private
 from app.stack.run_news import RunNews
 from app.stack.supervisor import Supervisor
 from app.stack.terminal import show, warn
+from app.stores import objects
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords
+from app.stores.store_id import check_store_id
 
 _LOCALHOST = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 _PROBE_TIMEOUT_S = 2.0
@@ -145,7 +147,10 @@ def _run(supervisor: Supervisor, plan: Plan, say: Callable[[str], None], until: 
     ports = plan.settings_file.with_name("metrics-ports.json")
     commands = metrics.with_ports(process_table(plan.settings, plan.settings_file), ports, {plan.settings.api.port})
     with connect(redis_url) as client:
-        _forget_workers(RedisRecords(client), plan.settings, commands)
+        records = RedisRecords(client)
+        # Each process checks it too. Here it is one line before any model is loaded.
+        check_store_id(plan.settings, records, objects.create(plan.settings, may_be_away=True))
+        _forget_workers(records, plan.settings, commands)
     say(f"starting {', '.join(command.name for command in (*plan.servers, *commands))}")
     for name, metrics_url in metrics.urls(commands).items():
         say(f"metrics of {name}: {metrics_url}")

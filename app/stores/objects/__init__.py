@@ -7,10 +7,11 @@ from urllib.parse import unquote, urlsplit
 
 from app.errors import SetupError
 from app.settings import Settings
+from app.stack.arguments import without_secrets
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 
-__all__ = ["FolderStore", "create", "folder_of"]
+__all__ = ["FolderStore", "create", "folder_of", "name_of"]
 
 
 def create(settings: Settings, *, may_be_away: bool = False) -> ObjectStore:
@@ -35,6 +36,11 @@ def create(settings: Settings, *, may_be_away: bool = False) -> ObjectStore:
 def folder_of(settings: Settings) -> Path | None:
     """The folder of a folder store; None for an S3 server."""
     return _folder(settings) if urlsplit(settings.store.url).scheme in ("", "file") else None
+
+
+def name_of(settings: Settings) -> str:
+    """The store as a message names it: its URL without secrets, or the folder."""
+    return without_secrets(settings.store.url) if settings.store.url else str(settings.data_dir / "objects")
 
 
 def _folder(settings: Settings) -> Path:

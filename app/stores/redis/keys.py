@@ -108,6 +108,8 @@
                               a checkpoint's has deleting, its prefix, once its deletion has begun
                               organisations, projects, users, keys (app/domain/accounts.py): a copy of the object
                               store's accounts, looked up at every request
+    object_store:id     HASH  id: that of the object store whose files are recorded here, as JSON text; its object
+                              store-id has the same (app/stores/store_id.py)
     recalled:accounts   HASH  done: "true" once the state server holds all accounts that the object store holds
     index:<namespace>   ZSET  the ids of a namespace, all of score 0, so that they are in order
     stream:<request>    STREAM  on the broker: the tokens of a sampling request with a streamed answer: index, place,
