@@ -23,10 +23,10 @@ from app.settings import SETTINGS_VARIABLE, RedisSettings, Settings, from_enviro
 
 
 @pytest.fixture
-def config(tmp_path: Path, state_url: str) -> Path:
+def config(tmp_path: Path, client: redis.Redis, valkey: str) -> Path:
     path = tmp_path / "tinsmith.toml"
     path.write_text(
-        f'data_dir = "{tmp_path}"\n[redis]\nurl = "{state_url}"\n[api]\npoll_capacity = 100\nspare_threads = 20\n'
+        f'data_dir = "{tmp_path}"\n[redis]\nurl = "{valkey}"\n[api]\npoll_capacity = 100\nspare_threads = 20\n'
     )
     return path
 
