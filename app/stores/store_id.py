@@ -71,5 +71,5 @@ def _wrong(settings: Settings) -> SetupError:
         f"the object store {name_of(settings)} is not the one of the state server {without_secrets(settings.redis.url)}"
         f": its object {STORE_ID!r} is missing or another one. If it is the wrong one, mount its disk or correct "
         f"store.url. If it is to be the new one, copy all objects of the former one to it, {STORE_ID} too. If those "
-        "are lost, start with an empty state server and run `tinsmith rebuild`"
+        "are lost, start with an empty state server and bring back what is left: `tinsmith rebuild`, `tinsmith restore`"
     )

@@ -33,11 +33,14 @@ def folder(root: Path) -> FolderStore:
     return FolderStore(root, "", "")
 
 
-def test_both_keep_the_id_of_the_first_start(records: RedisRecords, settings: Settings, tmp_path: Path) -> None:
+def test_both_keep_the_id_of_the_first_start(
+    client: redis.Redis, records: RedisRecords, settings: Settings, tmp_path: Path
+) -> None:
     store = folder(tmp_path / "objects")
     check_store_id(settings, records, store)
     [key], first = store.list(""), store.read(STORE_ID)
-    assert key == STORE_ID and len(first) == 32
+    assert key == "store-id" and len(first) == 32
+    assert client.hgetall("tinsmith:object_store:id") == {b"id": b'"' + first + b'"'}
     check_store_id(settings, records, folder(tmp_path / "objects"))
     assert store.read(STORE_ID) == first
 
