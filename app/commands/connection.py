@@ -27,20 +27,21 @@ from app.stores.redis.records import RedisRecords
 def settings_of(options: Options) -> Settings:
     """The settings of the stack that runs on the data folder, unless a state server is given. Without --config it reads
     the file that TINSMITH_SETTINGS names, as every process of a stack does. Raises SetupError when no stack has run
-    there."""
-    settings = config.resolve(_named(options), os.environ)
-    if settings.redis.url:
-        return settings
-    written = _written(settings)
-    if not written.exists():
+    there, and when the folder is a copy or was moved: its settings name the servers of the first folder."""
+    folder, settings = _found(options)
+    if not _is_at(settings, folder):
         raise SetupError(
-            f"no stack has run on {settings.data_dir}: start `tinsmith up` on it first, or name the state server in a "
-            "file with --config"
+            f"the data folder {folder} was copied or moved from {settings.data_dir}, so its settings may name servers "
+            f"of another stack: start `tinsmith up --data-dir {folder}` once, which writes them anew"
         )
-    if options.s3 is None:
-        return settings_module.load(written, {})
-    running = settings_module.load(written)  # the environment has the keys of that server
-    return running.model_copy(update={"store": running.store.model_copy(update={"url": options.s3})})
+    return settings
+
+
+def settings_of_store(options: Options) -> Settings:
+    """As `settings_of`, for a command that contacts no state server: it reads the objects of a copied or moved folder
+    where they now are."""
+    folder, settings = _found(options)
+    return settings if _is_at(settings, folder) else settings.model_copy(update={"data_dir": folder.expanduser()})
 
 
 def planned(options: Options) -> tuple[Settings, Settings | None]:
@@ -48,8 +49,33 @@ def planned(options: Options) -> tuple[Settings, Settings | None]:
     `settings_of`, TINSMITH_SETTINGS may name the file; `tinsmith up` does not read it."""
     settings = config.resolve(_named(options), os.environ)
     written = _written(settings)
-    running = is_in_use(settings.data_dir) and written.exists()
-    return settings, settings_module.load(written, {}) if running else None
+    if not is_in_use(settings.data_dir) or not written.exists():
+        return settings, None
+    running = settings_module.load(written, {})
+    return settings, running if _is_at(running, settings.data_dir) else None  # a stack that starts on a copy
+
+
+def _found(options: Options) -> tuple[Path, Settings]:
+    """The data folder, and the settings of `settings_of`, which may be those of another folder."""
+    settings = config.resolve(_named(options), os.environ)
+    folder = settings.data_dir
+    if settings.redis.url:
+        return folder, settings
+    written = _written(settings)
+    if not written.exists():
+        raise SetupError(
+            f"no stack has run on {folder}: start `tinsmith up` on it first, or name the state server in a "
+            "file with --config"
+        )
+    if options.s3 is None:
+        return folder, settings_module.load(written, {})
+    running = settings_module.load(written)  # the environment has the keys of that server
+    return folder, running.model_copy(update={"store": running.store.model_copy(update={"url": options.s3})})
+
+
+def _is_at(settings: Settings, folder: Path) -> bool:
+    """True if the settings are those of a stack on the folder, which may have many paths."""
+    return settings.data_dir.expanduser().resolve() == folder.expanduser().resolve()
 
 
 def environment(options: Options) -> dict[str, str]:
@@ -122,7 +148,3 @@ def _check_not_stopped(settings: Settings) -> None:
     if not file.exists() or is_in_use(folder) or settings_module.load(file, {}).redis.url != settings.redis.url:
         return
     raise SetupError(f"the stack on {folder} is not running: start `tinsmith up --data-dir {folder}`")
-
-
-def store_name(settings: Settings) -> str:
-    return without_secrets(settings.store.url) if settings.store.url else str(settings.data_dir / "objects")

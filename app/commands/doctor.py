@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import redis
 
 from app.commands import model_files
-from app.commands.connection import planned, store_name
+from app.commands.connection import planned
 from app.demo import model as bundled
 from app.errors import SetupError, TinsmithError
 from app.services.base_models import BaseModels, lora_coverage
@@ -258,7 +258,7 @@ def clock(client: redis.Redis, now: Callable[[], float] = time.time) -> Finding:
 
 
 def _object_store(settings: Settings) -> Findings:
-    name = store_name(settings)
+    name = objects.name_of(settings)
     folder = objects.folder_of(settings)
     if folder is None:
         text = f"{name} honours conditional writes (If-None-Match)"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from app.commands.connection import account_service, check_state_server, reached, settings_of, store_name
+from app.commands.connection import account_service, check_state_server, reached, settings_of, settings_of_store
 from app.errors import BadRequest, SetupError
 from app.services.recovery.backup import backup_lines, check_backup, restore_backup
 from app.services.recovery.rebuild import Rebuild, Restored
@@ -15,7 +15,7 @@ from app.settings import Settings
 from app.stack.config import Options
 from app.stack.redaction import without_secrets
 from app.stack.terminal import show
-from app.stores.objects import create, folder_of
+from app.stores.objects import create, folder_of, name_of
 from app.stores.objects.base import ObjectStore, whole_file
 from app.stores.pages import PageFiles
 from app.stores.redis.client import connect
@@ -40,7 +40,7 @@ def rebuild(options: Options) -> int:
     check_state_server(settings)
     objects = create(settings)
     state = without_secrets(settings.redis.url)
-    show(f"from the object store {store_name(settings)} into the state server {state}")
+    show(f"from the object store {name_of(settings)} into the state server {state}")
     with reached(settings):
         restored = _rebuild(settings, objects)
         accounts, damaged = account_service(settings, objects).rebuild()
@@ -91,7 +91,7 @@ def backup(options: Options, file: Path) -> int:
     Raises SetupError, also for a damaged object and for a store without accounts, or Unavailable when the store is
     away.
     """
-    settings = settings_of(options)
+    settings = settings_of_store(options)
     if file.exists():
         raise SetupError(f"{file} already exists: name a new file")
     folder = folder_of(settings)
@@ -106,13 +106,13 @@ def backup(options: Options, file: Path) -> int:
                 raise _nothing_in(settings)
     except OSError as error:
         raise SetupError(f"cannot write {file}: {error.strerror}") from None
-    show(f"wrote {count} objects of {store_name(settings)} to {file}")
+    show(f"wrote {count} objects of {name_of(settings)} to {file}")
     return 0
 
 
 def _nothing_in(settings: Settings) -> SetupError:
     return SetupError(
-        f"no accounts, usage or audit entries are in {store_name(settings)}, so there is nothing to back up; are "
+        f"no accounts, usage or audit entries are in {name_of(settings)}, so there is nothing to back up; are "
         "--data-dir and --s3 right?"
     )
 
@@ -132,7 +132,7 @@ def restore(options: Options, file: Path) -> int:
         raise SetupError(f"cannot restore {file}: {error.strerror}") from None
     except (UnicodeDecodeError, BadRequest) as error:
         raise SetupError(f"cannot restore {file}: {error}") from None
-    show(f"of {count} objects {restored} were missing in {store_name(settings)}")
+    show(f"of {count} objects {restored} were missing in {name_of(settings)}")
     with reached(settings):
         accounts, damaged = account_service(settings, objects).rebuild()
         refilled = _refill(settings, objects)

@@ -50,6 +50,7 @@ from app.stores.redis.lifecycle import Pins, RedisLifecycle
 from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.pages import Ledgers, RedisPages
 from app.stores.redis.records import RedisRecords
+from app.stores.store_id import check_store_id
 from app.suspension import SUSPENDED_A_THREAD
 from app.tracing.tracer import Tracer
 from app.tracing.tracer import create as create_tracer
@@ -113,6 +114,7 @@ def build(settings: Settings) -> Services:
     check_at_start(client)
     objects = create(settings, may_be_away=True)
     oplog, records = RedisOpLog(client, settings.engine, objects), RedisRecords(client, settings.engine)
+    check_store_id(settings, records, objects)
     lifecycle, calls = RedisLifecycle(client, settings.engine), RedisCalls(client)
     pages = RedisPages(client, settings.engine)
     ledgers, spending = Ledgers(pages, PageFiles(objects)), Spending(pages, settings.prices_of)

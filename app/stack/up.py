@@ -45,8 +45,10 @@ from app.stack.run_news import RunNews
 from app.stack.signals import StopFlag, interrupted_by, stop_signals
 from app.stack.supervisor import Supervisor
 from app.stack.terminal import show, warn
+from app.stores import objects
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords
+from app.stores.store_id import check_store_id
 
 _LOCALHOST = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 _PROBE_TIMEOUT_S = 2.0
@@ -157,12 +159,16 @@ def _start_servers(supervisor: Supervisor, plan: Plan) -> bool:
 
 
 def _start_workers(supervisor: Supervisor, plan: Plan, say: Callable[[str], None]) -> set[str]:
-    """Starts the API and the workers. Returns the names of the workers."""
+    """Starts the API and the workers. Returns the names of the workers. Raises SetupError when the object store is not
+    that of the state server."""
     table = process_table(plan.settings, plan.settings_file)
     file = plan.settings_file.with_name("metrics-ports.json")
     commands = ports.with_metrics_ports(table, file, {plan.settings.api.port})
     with connect(plan.settings.redis.url) as client:
-        _forget_workers(RedisRecords(client), plan.settings, commands)
+        records = RedisRecords(client)
+        # Each process checks it too. Here it is one line before any model is loaded.
+        check_store_id(plan.settings, records, objects.create(plan.settings, may_be_away=True))
+        _forget_workers(records, plan.settings, commands)
     say(f"starting {', '.join(command.name for command in (*plan.servers, *commands))}")
     for name, metrics_url in ports.metrics_urls(commands).items():
         say(f"metrics of {name}: {metrics_url}")

@@ -28,6 +28,7 @@ from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.pages import RedisPages
 from app.stores.redis.payloads import RedisPayloads
 from app.stores.redis.records import RedisRecords
+from app.stores.store_id import check_store_id
 from workers.backends.sampling.base import RequestHandle, SamplerBackend
 from workers.backends.training.base import TrainingBackend
 from workers.checkpoints.shm_transfer import ShmFolder
@@ -70,6 +71,7 @@ class Parts:
         client = connect_state(settings.redis.url)
         check_at_start(client)
         store = objects.create(settings, may_be_away=True)
+        check_store_id(settings, RedisRecords(client, settings.engine), store)
         oplog, streams = RedisOpLog(client, settings.engine, store), TokenStreams(connect(settings.broker_url))
         return cls.over(client, settings, worker, oplog, store, dispatch.Dispatcher(celery), celery, streams)
 

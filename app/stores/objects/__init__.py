@@ -7,10 +7,11 @@ from urllib.parse import unquote, urlsplit
 
 from app.errors import SetupError
 from app.settings import Settings
+from app.stack.redaction import without_secrets
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 
-__all__ = ["FolderStore", "create", "folder_of"]
+__all__ = ["FolderStore", "create", "folder_of", "name_of"]
 
 
 def create(settings: Settings, *, may_be_away: bool = False) -> ObjectStore:
@@ -41,3 +42,8 @@ def folder_of(settings: Settings) -> Path | None:
     if parts.scheme != "file" or parts.netloc or len(parts.path) < 2:
         raise SetupError(f"store.url {url!r} is not file:///folder: give an absolute folder after file://")
     return Path(unquote(parts.path))
+
+
+def name_of(settings: Settings) -> str:
+    """The store as a message names it: its URL without secrets, or the folder."""
+    return without_secrets(settings.store.url) if settings.store.url else str(settings.data_dir / "objects")

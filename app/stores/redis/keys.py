@@ -110,6 +110,8 @@
                               store's accounts, looked up at every request
     base_weights        HASH  base model -> the id of the weights that its runs and checkpoints depend on
                               (workers/models/loading/weights_id.py)
+    object_store:id     HASH  id: that of the object store whose files are recorded here, as JSON text; its object
+                              store-id has the same (app/stores/store_id.py)
     recalled:accounts   HASH  done: "true" once the state server holds all accounts that the object store holds
     index:<namespace>   ZSET  the ids of a namespace, all of score 0, so that they are in order
     stream:<request>    STREAM  on the broker: the tokens of a sampling request with a streamed answer: index, place,

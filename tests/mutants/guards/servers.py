@@ -15,8 +15,53 @@ _FOLDER = "--confcutdir=tests/unit/app/stores tests/unit/app/stores/objects/test
 _QUEUES = "tests/unit/workers/maintenance/test_direct_queues.py"
 _DATA = "tests/processes/app/stack/test_data_folder.py"
 _NODE = "tests/unit/workers/process/test_node_name.py"
+_STORE_ID = "--confcutdir=tests/unit/app/stores -p tests.unit.conftest tests/unit/app/stores/test_store_id.py"
+_CONNECTION = "tests/unit/app/commands/test_connection.py"
 
 MUTANTS = (
+    # A stack, and not that of another folder.
+    Mutant(
+        "commands: a copied folder has the settings of another stack",
+        "app/commands/connection.py",
+        "    if not _is_at(settings, folder):\n        raise",
+        "    if False:\n        raise",
+        f"{_CONNECTION}::test_a_copied_or_moved_folder_does_not_lead_to_the_stack_of_the_first",
+    ),
+    Mutant(
+        "commands: a folder has many paths",
+        "app/commands/connection.py",
+        ".expanduser().resolve() == folder.expanduser().resolve()",
+        " == folder",
+        f"{_CONNECTION}::test_a_folder_has_many_paths",
+    ),
+    Mutant(
+        "store id: another store is refused",
+        "app/stores/store_id.py",
+        "    if found != known:",
+        "    if False:",
+        f"{_STORE_ID}::test_another_or_an_empty_store_is_refused_and_stays_as_it_is",
+    ),
+    Mutant(
+        "store id: the first process decides",
+        "app/stores/store_id.py",
+        "    return objects.read(STORE_ID).decode()",
+        "    return uuid.uuid4().hex",
+        f"{_STORE_ID}::test_both_keep_the_id_of_the_first_start",
+    ),
+    Mutant(
+        "store id: an empty store has no checkpoints of an earlier version",
+        "app/stores/store_id.py",
+        "    if any(records.list(Checkpoint.namespace)) and",
+        "    if False and",
+        f"{_STORE_ID}::test_data_of_an_earlier_commit_gets_an_id_unless_its_checkpoints_are_not_there",
+    ),
+    Mutant(
+        "store id: an outage is no wrong store",
+        "app/stores/store_id.py",
+        "    except (redis.RedisError, OSError, Unavailable) as error:",
+        "    except ValueError as error:",
+        f"{_STORE_ID}::test_a_server_that_is_away_at_the_start_is_no_error",
+    ),
     # A state server that keeps what it acknowledges.
     Mutant(
         "durability: each new connection asks",

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
+import redis
 from gunicorn import glogging
 from gunicorn.config import Config
 from gunicorn.util import parse_address
@@ -18,14 +19,14 @@ from app import create_app
 from app.api.base import EXTENSION
 from app.errors import SetupError
 from app.gunicorn_worker import ARRIVING, Worker
-from app.settings import SETTINGS_VARIABLE, Settings, from_environment, load
+from app.settings import SETTINGS_VARIABLE, RedisSettings, Settings, from_environment, load
 
 
 @pytest.fixture
-def config(tmp_path: Path, state_url: str) -> Path:
+def config(tmp_path: Path, client: redis.Redis, valkey: str) -> Path:
     path = tmp_path / "tinsmith.toml"
     path.write_text(
-        f'data_dir = "{tmp_path}"\n[redis]\nurl = "{state_url}"\n[api]\npoll_capacity = 100\nspare_threads = 20\n'
+        f'data_dir = "{tmp_path}"\n[redis]\nurl = "{valkey}"\n[api]\npoll_capacity = 100\nspare_threads = 20\n'
     )
     return path
 
@@ -93,6 +94,14 @@ def test_a_process_that_ends_sends_its_task_events_first(config: Path, monkeypat
 def test_settings_without_a_state_server_are_refused_with_the_remedy() -> None:
     with pytest.raises(SetupError, match=r"redis\.url"):
         create_app(Settings())
+
+
+def test_an_api_does_not_start_on_another_object_store(client: redis.Redis, valkey: str, tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path, redis=RedisSettings(url=valkey))
+    create_app(settings)
+    (tmp_path / "objects").rename(tmp_path / "unmounted")
+    with pytest.raises(SetupError, match="mount its disk"):
+        create_app(settings)
 
 
 def test_settings_that_would_have_no_effect_are_refused(config: Path) -> None:

@@ -156,7 +156,8 @@ def test_secrets_given_as_options_are_not_in_the_list_of_processes(tmp_path, mod
     with stack(tmp_path / "first", model), state_server(tmp_path / "first") as client:
         settings = written(tmp_path / "first")
         secrets = ["tml-0123456789", urlsplit(settings.redis.url).password]
-        options = ("--api-key", secrets[0], "--redis", settings.redis.url)
+        store = (tmp_path / "first" / "objects").as_uri()
+        options = ("--api-key", secrets[0], "--redis", settings.redis.url, "--s3", store)
         with stack(tmp_path / "data", model, *options) as (process, said):
             line = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode()
         assert client.ping()
@@ -408,6 +409,22 @@ def test_a_cpu_without_bf16_instructions_is_told_that_it_computes_in_fp32(settin
     first, *others = capsys.readouterr().err.splitlines()
     assert first.startswith("small: LoRA on")
     assert [line.startswith("small: in float32, because this CPU") for line in others] == [True] * told
+
+
+def test_a_start_on_an_empty_store_ends_with_2_and_one_line(tmp_path, model):
+    with stack(tmp_path / "data", model):
+        pass
+    (tmp_path / "data" / "objects").rename(tmp_path / "unmounted")
+    process = start(
+        "up", "--quiet", "--port", "0", "--data-dir", str(tmp_path / "data"), "--base-model", f"small={model}"
+    )
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 2
+    [line] = said.splitlines()
+    assert line.startswith(
+        f"tinsmith: the object store {tmp_path / 'data' / 'objects'} is not the one of the state server"
+    )
+    assert "mount its disk" in line
 
 
 def test_a_second_stack_on_the_same_folder_exits_with_2_and_one_line(shared, model):

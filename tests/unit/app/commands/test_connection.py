@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from app.stack.data_folder import DataFolder
 @pytest.fixture
 def options(tmp_path: Path) -> Options:
     """The data folder of a stack with servers of its own."""
-    (tmp_path / "run").mkdir()
+    folder = tmp_path / "first"
+    (folder / "run").mkdir(parents=True)
     servers = '[redis]\nurl = "redis://own:1/0"\nbroker_url = "redis://own:1/1"\n'
-    (tmp_path / "run" / "settings.toml").write_text(f'data_dir = "{tmp_path}"\n{servers}')
-    return Options(data_dir=tmp_path)
+    (folder / "run" / "settings.toml").write_text(f'data_dir = "{folder}"\n{servers}')
+    return Options(data_dir=folder)
 
 
 def test_a_variable_of_the_shell_names_no_other_broker_than_the_stacks(
@@ -46,6 +48,42 @@ def test_a_stack_that_has_stopped_is_named(command: str, options: Options, capsy
     assert cli.main([*command.split(), "--data-dir", str(folder)]) == 2
     said = f"tinsmith: the stack on {folder} is not running: start `tinsmith up --data-dir {folder}`\n"
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("status", "top", "logs session:train:0:7", "cancel session --yes", "rebuild", "restore file", "flower"),
+        *("admin org list", "admin org create name", "import folder --base-model base"),
+    ],
+)
+@pytest.mark.parametrize("take", ["copy", "move"])
+def test_a_copied_or_moved_folder_does_not_lead_to_the_stack_of_the_first(
+    take: str, command: str, options: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "taken"
+    if take == "copy":
+        shutil.copytree(options.data_dir, taken)
+    else:
+        options.data_dir.rename(taken)
+    assert cli.main([*command.split(), "--data-dir", str(taken)]) == 2
+    assert capsys.readouterr().err == (
+        f"tinsmith: the data folder {taken} was copied or moved from {options.data_dir}, so its settings may name "
+        f"servers of another stack: start `tinsmith up --data-dir {taken}` once, which writes them anew\n"
+    )
+
+
+def test_a_folder_has_many_paths(options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(options.data_dir)
+    monkeypatch.chdir(tmp_path)
+    for path in ("link", "first", "first/../first"):
+        assert connection.settings_of(Options(data_dir=Path(path))).data_dir == options.data_dir
+
+
+def test_a_stack_that_is_starting_on_a_copy_is_not_taken_for_the_first(options: Options, tmp_path: Path) -> None:
+    taken = shutil.copytree(options.data_dir, tmp_path / "taken")
+    with closing(DataFolder(taken)):
+        assert connection.planned(Options(data_dir=taken))[1] is None
 
 
 def test_a_server_that_fails_under_a_running_stack_is_named(

@@ -209,9 +209,10 @@ def test_a_taken_port_is_wrong_and_that_of_the_running_stack_is_not(tinsmith: Do
         said = tinsmith(port=port)
         assert said.code == 1 and f"wrong    port: cannot listen on 127.0.0.1:{port}" in said.text
         folder = DataFolder(tmp_path / "data")
-        (folder.run / "settings.toml").write_text(f"[api]\nport = {port}\n[redis]\nurl = 'redis://127.0.0.1:1'\n")
+        running = f"data_dir = '{folder.root}'\n[redis]\nurl = 'redis://127.0.0.1:1'\n[api]\nport = "
+        (folder.run / "settings.toml").write_text(f"{running}{port}\n")
         assert f"ok       port: 127.0.0.1:{port}, used by the stack" in tinsmith(port=port).text
-        (folder.run / "settings.toml").write_text("[api]\nport = 1\n[redis]\nurl = 'redis://127.0.0.1:1'\n")
+        (folder.run / "settings.toml").write_text(f"{running}1\n")
         assert f"wrong    port: cannot listen on 127.0.0.1:{port}" in tinsmith(port=port).text
         folder.close()
         assert f"wrong    port: cannot listen on 127.0.0.1:{port}" in tinsmith(port=port).text
@@ -381,7 +382,8 @@ def test_a_running_stack_tells_what_adapters_cover_and_who_refuses_a_model(
     records.put(Worker.namespace, "trainer-0", dump(worker))
     records.put(Refusal.namespace, Refusal.id("sampler", BASE), dump(Refusal("sampler", BASE, "no such layer")))
     folder = DataFolder(tmp_path / "data")
-    (folder.run / "settings.toml").write_text(f'[redis]\nurl = "{valkey}"\n{of_model(Path("org/name"))}')
+    running = f'data_dir = "{folder.root}"\n[redis]\nurl = "{valkey}"\n{of_model(Path("org/name"))}'
+    (folder.run / "settings.toml").write_text(running)
     said = tinsmith()
     folder.close()
     assert f"ok       model {BASE}: LoRA on attn, mlp; never on norm" in said.text

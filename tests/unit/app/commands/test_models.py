@@ -173,7 +173,8 @@ def test_the_list_has_models_of_the_settings_and_of_the_cache(
 
 def test_models_of_a_running_stack_are_served(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = DataFolder(tmp_path / "data")
-    (folder.run / "settings.toml").write_text('[[base_models]]\nname = "own"\npath = "org/own"')
+    base = '[[base_models]]\nname = "own"\npath = "org/own"'
+    (folder.run / "settings.toml").write_text(f'data_dir = "{folder.root}"\n{base}')
     assert cli.main(["models", "--data-dir", "data", "--json"]) == 0
     assert [(one["name"], one["state"]) for one in json.loads(capsys.readouterr().out)] == [("own", "served")]
     folder.close()

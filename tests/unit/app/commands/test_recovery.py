@@ -116,6 +116,18 @@ def test_without_a_server_given_it_is_the_stack_that_runs_on_the_folder(
     assert is_restored(client)
 
 
+def test_a_backup_of_a_moved_folder_reads_its_objects_where_they_are(tmp_path: Path) -> None:
+    first, moved = tmp_path / "first", tmp_path / "moved"
+    page = LedgerPage("usage", "me", 5)
+    PageFiles(FolderStore(first / "objects", "", "")).add(page, {"training s base": "30"})
+    (first / "run").mkdir()
+    running = Settings(data_dir=first, redis=RedisSettings(url="redis://127.0.0.1:1/0"))
+    (first / "run" / "settings.toml").write_text(tomli_w.dumps(running.model_dump(mode="json", exclude_none=True)))
+    first.rename(moved)
+    assert cli.main(["backup", str(tmp_path / "file"), "--data-dir", str(moved)]) == 0
+    assert not first.exists()
+
+
 def test_as_in_a_container_it_reads_the_settings_its_environment_names(
     client: redis.Redis, valkey: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -8,7 +8,7 @@ import redis
 from app.domain.ops import SaveWeights
 from app.errors import Requeue
 from app.stores.redis import keys, payloads
-from app.stores.redis.payloads import Staging
+from app.stores.redis.payloads import Placed, Staging
 from tests.unit.workers.conftest import (
     BASE,
     MODEL,
