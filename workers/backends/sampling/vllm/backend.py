@@ -10,10 +10,10 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from workers.backends.sampling.vllm import requests as vllm_requests
 from workers.backends.sampling.vllm.engine import EngineThread
 from workers.backends.sampling.vllm.requests import Sample, may_read_cache
 from workers.backends.sampling.vllm.slots import SequenceSlots, without_reserve
-from workers.models import base_model, full_weights, lora, packed, peft_files
+from workers.models import base_model, experts, full_weights, lora, packed, peft_files
 
 _NATIVE_PLACE = re.compile(r"\[[0-9:]+\] /[^ ]+: ")
 """The time and source line with which xgrammar's C++ begins an error: "[21:14:23] /project/cpp/x.cc:4944: "."""
@@ -92,8 +92,7 @@ class VllmSampler:
         if self._full:
             self._weights = VllmFullFinetuneModel(self._engine, skeleton)
         else:
-            self._weights = self._adapters(skeleton)
-            info = self._adaptable(info, skeleton)
+            self._weights, info = self._adapters(skeleton, info)
         # The folder of a base model may turn on speculation, which no setting can refuse (SPECULATION in app/settings).
         self._model_info = dataclasses.replace(info, follows_schemas=config.speculative_config is None)
         return self._model_info
@@ -165,19 +164,18 @@ class VllmSampler:
             torch.cuda.empty_cache()  # vLLM takes its share of what is free
             return EngineThread({**arguments, "model": str(folder)})
 
-    def _adapters(self, skeleton: nn.Module) -> VllmAdapters:
-        adapters = VllmAdapters(self._engine)
+    def _adapters(self, skeleton: nn.Module, info: BaseModelInfo) -> tuple[VllmAdapters, BaseModelInfo]:
+        """Returns the place of the adapters; and `info` without the groups that vLLM does not take adapters for."""
+        wanted = vllm_arguments.adapted(skeleton)
+        paths = [*chain.from_iterable(wanted.values())]
+        # A rank of a pipeline has some of the layers.
+        of_ranks = self._engine.call(lambda engine: engine.collective_rpc("adapted", args=(paths,)))
+        found = frozenset(chain.from_iterable(of_ranks))
+        adapters = VllmAdapters(self._engine, found)
         if not torch.cuda.is_available():
             adapters.use_zero_for_base(skeleton)
-        return adapters
-
-    def _adaptable(self, info: BaseModelInfo, skeleton: nn.Module) -> BaseModelInfo:
-        """Removes the parts of the model that vLLM takes no adapter for."""
-        without = {group for group, paths in vllm_arguments.adapted(skeleton).items() if not paths}
-        if not all(self._engine.call(lambda engine: engine.collective_rpc("adapts_head"))):
-            without.add("unembed")
-        groups = tuple(group for group in info.trainable_groups if group not in without)
-        return dataclasses.replace(info, trainable_groups=groups)
+        groups = (group for group in info.trainable_groups if wanted[group] and found.issuperset(wanted[group]))
+        return adapters, dataclasses.replace(info, trainable_groups=tuple(groups))
 
     def _run(self, adapter: Any, request: SampleRequest, handle: RequestHandle, read_cache: bool) -> list[Sample]:
         """Runs one vLLM request a sample, each with its own seed; the first one scores the prompt."""
@@ -234,7 +232,7 @@ def _is_refusal(error: Exception) -> bool:
 
 
 class VllmAdapters:
-    """Weights of many adapters in vLLM.
+    """Weights of many adapters in vLLM, each on modules of `adapted` alone: vLLM drops others in silence.
 
     `base` is used by a request without an adapter: None, or an adapter that changes nothing. vLLM caches an adapter
     under its number, so a number is never used again.
@@ -242,9 +240,9 @@ class VllmAdapters:
 
     healthy = True
 
-    def __init__(self, engine: EngineThread) -> None:
+    def __init__(self, engine: EngineThread, adapted: Collection[str]) -> None:
         self.base: Any = None
-        self._engine = engine
+        self._engine, self._adapted = engine, adapted
         self._numbers = count(1)
         self._by_id: dict[str, Any] = {}
         self._loading = threading.Lock()
@@ -253,7 +251,19 @@ class VllmAdapters:
     def load(self, adapter_id: str, folder: Path) -> None:
         with self._loading:
             if adapter_id not in self._by_id:
+                self._check_adapted(folder)
                 self._by_id[adapter_id] = self._add(adapter_id, folder)
+
+    def _check_adapted(self, folder: Path) -> None:
+        """Raises UserOpError for an adapter with a module that vLLM would drop, even if its pair there is zero: the
+        header of its file does not tell."""
+        path = next((path for path in peft_files.paths(folder) if path not in self._adapted), None)
+        if path is not None:
+            raise UserOpError(
+                f"the adapter has weights on {experts.module_path(path)}, where this vLLM sampler applies none: have "
+                'it sampled with sampler.backend = "transformers", or train with that group off in lora_config '
+                "(train_mlp, train_attn or train_unembed)"
+            )
 
     def evict(self, adapter_id: str) -> None:
         adapter = self._by_id.pop(adapter_id, None)

@@ -16,13 +16,15 @@ import pytest
 import xgrammar
 from transformers import AutoModelForCausalLM
 
+from app.domain.ops import LoraSpec
 from app.errors import ServerOpError, Unavailable, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
+from tests.parity import architectures
 from workers.backends.sampling.vllm import backend
-from workers.backends.sampling.vllm.backend import VllmFullFinetuneModel, VllmSampler
+from workers.backends.sampling.vllm.backend import VllmAdapters, VllmFullFinetuneModel, VllmSampler
 from workers.backends.sampling.vllm.engine import EngineThread
-from workers.models import full_weights
+from workers.models import full_weights, lora, peft_files
 
 
 class Engine:
@@ -80,6 +82,40 @@ def test_weights_that_may_be_written_in_part_are_nobodys_and_the_engine_is_of_no
     for name in ("one", "two"):
         with pytest.raises(ServerOpError, match="not loaded"):
             whole.find(name)
+
+
+class Adapters:
+    """Stand-in for vLLM's engine that takes every adapter."""
+
+    def __init__(self) -> None:
+        self.added: list[str] = []
+
+    async def add_lora(self, adapter: Any) -> None:
+        self.added.append(adapter.lora_name)
+
+
+@pytest.mark.parametrize(
+    ("case", "adapted", "named"),
+    [
+        ("qwen3", "q_proj k_proj v_proj o_proj lm_head", r"model\.layers\.0\.mlp\.(gate|up|down)_proj,"),
+        ("qwen3-moe", "q_proj k_proj v_proj o_proj lm_head", r"model\.layers\.0\.mlp\.experts,"),
+        ("qwen3", "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj", "lm_head,"),
+    ],
+)
+def test_an_adapter_on_a_module_that_vllm_would_drop_is_refused(
+    case: str, adapted: str, named: str, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(architectures.build(case, tmp_path / "base"))
+    engine, paths = Adapters(), [path for group in lora.targets(model).values() for path in group]
+    taken = {path for path in paths if path.rpartition(".")[2] in adapted.split()}
+    adapters = VllmAdapters(cast(EngineThread, Thread(cast(Engine, engine))), taken)
+    for name, spec in (("whole", LoraSpec(rank=2)), ("part", LoraSpec(2, train_mlp=False, train_unembed=False))):
+        (tmp_path / name).mkdir()
+        peft_files.write(lora.new_adapter(model, spec), tmp_path / name, "base", model)
+    with pytest.raises(UserOpError, match=rf"{named}.*sampler\.backend = \"transformers\".*train_mlp"):
+        adapters.load("whole", tmp_path / "whole")
+    adapters.load("part", tmp_path / "part")
+    assert (engine.added, adapters.ids()) == (["part"], ["part"])
 
 
 class Weights:
