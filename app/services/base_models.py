@@ -87,6 +87,10 @@ class BaseModels:
             self.live()
         return self._known.get((role, name))
 
+    def lora_workers(self, name: str) -> tuple[BaseModelInfo | None, BaseModelInfo | None]:
+        """The known facts of the trainers and of the samplers of adapters of `name`."""
+        return self.known("trainer", name), self.known("sampler", name)
+
     def _of_last_worker(self, role: str, name: str) -> BaseModelInfo | None:
         """The facts that the last worker reported, or None if there was none."""
         fields = self._records.get(LAST_WORKERS, Refusal.id(role, name))

@@ -11,6 +11,7 @@ import numpy as np
 from app import ids
 from app.domain.accounts import Caller
 from app.domain.losses import NOT_OFFERED
+from app.domain.ops import LoraSpec
 from app.domain.records import BaseModelInfo, Sampler, Session
 from app.domain.sampling import CONTEXT_OVERFLOW, MAX_TOP, Cells, SampleRequest
 from app.errors import BadRequest
@@ -22,6 +23,7 @@ from app.services.validation import (
     check_adapter,
     check_reads_images,
     check_sampleable,
+    check_sampled,
     check_sampled_role,
     in_range,
 )
@@ -116,6 +118,8 @@ class SamplingService:
         check_sampled_role(path, critic=checkpoint.critic)
         name, prefix, full = checkpoint.base_model, checkpoint.prefix, checkpoint.full
         check_sampleable(self._bases.settings(name), full=full)
+        if checkpoint.lora:
+            check_sampled(LoraSpec(**checkpoint.lora), *self._bases.lora_workers(name))
         return Sampler(owner, session_id, name, time.time(), path, prefix, full=full)
 
     def _exists(self, sampler_id: str, asked: Mapping[str, Any]) -> bool:

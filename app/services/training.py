@@ -22,7 +22,7 @@ from app.domain import ops
 from app.domain.accounts import Caller
 from app.domain.checkpoints import CheckpointPrefix
 from app.domain.losses import LOSSES, CustomLoss
-from app.domain.ops import AdamParams, LoadWeights, Op, OptimStep, Ragged, SaveWeights
+from app.domain.ops import AdamParams, LoadWeights, LoraSpec, Op, OptimStep, Ragged, SaveWeights
 from app.domain.records import Loss, Model, Sampler, Session
 from app.domain.routes import SequenceRoutes, Span, none_of
 from app.errors import BadRequest, NotFound, TooLarge
@@ -40,6 +40,7 @@ from app.services.validation import (
     check_same_kind,
     check_same_role,
     check_sampleable,
+    check_sampled,
     check_sampled_role,
     check_ttl,
     exports_merged,
@@ -128,6 +129,8 @@ class TrainingService:
         if asked.get("sampling_session_seq_id") is None:
             raise BadRequest("save_weights_for_sampler needs either path or sampling_session_seq_id")
         check_sampleable(self._bases.settings(model.base_model), full=model.full)
+        if model.lora:
+            check_sampled(LoraSpec(**model.lora), *self._bases.lora_workers(model.base_model))
         session = ids.sampling_session_id(model.session_id, asked["sampling_session_seq_id"])
         self._check_free(session, asked)
         name, inflight = f"ephemeral-{asked['seq_id']}", asked["kind"] == "inflight"

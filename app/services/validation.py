@@ -44,13 +44,16 @@ def check_lora(lora: LoraSpec, max_rank: int, info: BaseModelInfo) -> None:
         raise BadRequest(f"lora_config leaves nothing to train: set at least one of {wanted} for {info.name}")
 
 
-def check_sampled(lora: LoraSpec, trainer: BaseModelInfo, sampler: BaseModelInfo | None) -> None:
-    """Rejects an adapter that the sampler, if there is one, could not apply, before the adapter is trained."""
-    trained = [group for group in trainer.trainable_groups if getattr(lora, f"train_{group}")]
-    for group in trained:
-        if sampler is not None and group not in sampler.trainable_groups:
+def check_sampled(lora: LoraSpec, trainer: BaseModelInfo | None, sampler: BaseModelInfo | None) -> None:
+    """Rejects an adapter that the sampler could not apply. Does nothing before both workers are known: a sampler
+    itself rejects such an adapter, but only as it loads it."""
+    if trainer is None or sampler is None:
+        return
+    for group in trainer.trainable_groups:
+        if getattr(lora, f"train_{group}") and group not in sampler.trainable_groups:
             raise BadRequest(
-                f"the sampler of {sampler.name} cannot apply an adapter to these layers: set train_{group} to false"
+                f"the sampler of {sampler.name} cannot apply an adapter to these layers: set train_{group} to false, "
+                'or have the server started with sampler.backend = "transformers"'
             )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from app.errors import UserOpError
 from app.settings import BaseModelSettings
 from tests.conformance.samplers import BACKENDS
 from tests.models import VOCAB_SIZE, byte_tokenizer
@@ -72,11 +73,11 @@ def test_vllm_has_the_trainers_logprobs_with_and_without_an_adapter(case: str, t
         compare(sequences, trainer, model, atol=1e-3)
 
 
-def test_vllm_serves_adapters_on_the_linears_that_its_arguments_name(
+def test_vllm_serves_adapters_on_the_linears_that_its_arguments_name_and_refuses_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They name the linears of a model with experts. The CPU build does not run experts beside adapters, so a model
-    without experts has these arguments here."""
+    without experts has these arguments here. vLLM itself drops an adapter's weights on others in silence."""
     base = architectures.build("llama", tmp_path / "base", head_dim=32)
     byte_tokenizer().save_pretrained(base)
     sampler = create(settings(base))
@@ -85,6 +86,9 @@ def test_vllm_serves_adapters_on_the_linears_that_its_arguments_name(
         patch.setattr(target_modules, "has_experts", lambda _: True)
         assert sampler.open().trainable_groups == ("attn", "unembed")
     trainer = trained(base, tmp_path / "adapter", replace(SPEC, train_mlp=False))
+    trained(base, tmp_path / "whole")
+    with pytest.raises(UserOpError, match=r"model\.layers\.0\.mlp\.(gate|up|down)_proj, .*sampler\.backend"):
+        sampler.load("whole", tmp_path / "whole")
     sampler.load("m", tmp_path / "adapter")
     check(sampler, trainer, atol=1e-3)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -85,6 +85,16 @@ def read(folder: Path) -> Adapter:
         return Adapter(_spec_of(config), _pairs_of(stored, int(config["r"])), head)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise UserOpError(f"{folder.name} holds no plain LoRA adapter in PEFT files: {error}") from None
+
+
+def paths(folder: Path) -> list[str]:
+    """The modules that the adapter in `folder` has tensors for, in the file's order. Reads the file's header alone.
+
+    Raises OSError or SafetensorError when the file is missing or damaged.
+    """
+    with safe_open(folder / ADAPTER_FILE, "pt") as file:
+        names = file.keys()
+    return list(dict.fromkeys(name.removeprefix(KEY_PREFIX).partition(".lora_")[0] for name in names))
 
 
 def _spec_of(config: dict[str, object]) -> LoraSpec:

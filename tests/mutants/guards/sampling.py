@@ -134,6 +134,20 @@ MUTANTS = (
         "::test_no_more_adapters_stay_loaded_than_fit_in_a_quarter_of_the_host_memory",
     ),
     Mutant(
+        "vllm: an adapter on a module that vLLM drops is refused",
+        "workers/backends/sampling/vllm/weights.py",
+        "                self._check_adapted(folder)\n",
+        "",
+        f"{_ENGINES}/vllm/test_backend.py::test_an_adapter_on_a_module_that_vllm_would_drop_is_refused",
+    ),
+    Mutant(
+        "vllm: a group with a module that vLLM does not adapt is not offered",
+        "workers/backends/sampling/vllm/backend.py",
+        " and found.issuperset(wanted[group])",
+        "",
+        f"{_ENGINES}/vllm/test_groups.py::test_a_group_with_a_module_that_vllm_does_not_adapt_is_not_offered",
+    ),
+    Mutant(
         "vllm: a head that is too large is not declared",
         "workers/backends/sampling/vllm/patches.py",
         " if model.logits_processor.vocab_size <= MOST_HEAD_TOKENS else {}",

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import json
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from app import create_app, ids
 from app.api.base import EXTENSION
 from app.domain import ops
-from app.domain.records import Sampler
+from app.domain.records import Sampler, Worker
 from app.domain.results import PROTOBUF, Result
 from app.domain.sampling import SampleRequest
 from app.settings import SamplerSettings, Settings
@@ -323,6 +325,30 @@ def test_an_ephemeral_save_names_the_sampling_session_to_come(api: Api) -> None:
     assert ops.decode(entry.payload) == ops.SaveWeights(
         "sampler_weights", "ephemeral-1", sampling_session_id=f"{session}:sample:2"
     )
+
+
+def with_samplers_of_attention_alone(api: Api, settings: Settings) -> Api:
+    """The server with samplers that take adapters on attention alone, for models from before them."""
+    facts = api.services.records.get(Worker.namespace, "sampler-0")
+    info = {**json.loads(facts["info"]), "trainable_groups": ["attn"]}
+    api.services.records.put(Worker.namespace, "sampler-0", {**facts, "info": json.dumps(info)})
+    app = create_app(settings)
+    return Api(app.test_client(), app.extensions[EXTENSION])
+
+
+def test_an_adapter_that_the_samplers_cannot_apply_has_no_sampler(api: Api, settings: Settings) -> None:
+    model = api.model()
+    path = save_checkpoint(api, model, "sampler_weights")
+    asked = {"session_id": api.session(), "sampling_session_seq_id": 0, "model_path": path}
+    saved = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 2, "kind": "snapshot"}
+    api = with_samplers_of_attention_alone(api, settings)
+    for call, body in (("create_sampling_session", asked), ("save_weights_for_sampler", saved)):
+        answer = api.post(call, body)
+        assert (answer.status_code, "train_mlp" in answer.json["detail"]) == (400, True), call
+    save_checkpoint(api, model, "sampler_weights", lora=dataclasses.asdict(ops.LoraSpec(rank=4, train_mlp=False)))
+    assert api.post("create_sampling_session", asked).status_code == 200
+    kept = api.post("save_weights_for_sampler", {"model_id": model, "seq_id": 2, "path": "kept"})
+    assert kept.status_code == 200, "a save with a path may be sampled elsewhere"
 
 
 def test_a_repeated_sampler_is_found_even_when_its_checkpoint_has_gone_since(api: Api) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import re
 from collections.abc import Mapping
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +72,14 @@ class VllmSampler:
         self._end_tokens = vocabulary.load_vocabulary(self._settings).end_tokens
         arguments = vllm_arguments.engine_args(self._settings, skeleton, info.max_context, computes_in, full=self._full)
         checks.check_dtype(self._settings, arguments)
-        self._engine = self._start(arguments, packed.format_of(skeleton.config, self._settings.name))
+        self._engine = self._start(arguments, computes_in, packed.format_of(skeleton.config, self._settings.name))
         config = self._engine.engine.vllm_config
         self.batch = without_reserve(config.scheduler_config.max_num_seqs)
         self._slots = SequenceSlots(self.batch)
         if self._full:
             self._weights = VllmFullFinetuneModel(self._engine, skeleton)
         else:
-            self._weights = self._adapters(skeleton)
-            info = self._adaptable(info, skeleton)
+            self._weights, info = self._adapters(skeleton, info)
         # The folder of a base model may turn on speculation, which no setting can refuse (SPECULATION in app/settings).
         self._model_info = dataclasses.replace(info, follows_schemas=config.speculative_config is None)
         return self._model_info
@@ -141,7 +140,7 @@ class VllmSampler:
             "adapters": self._weights.ids(),
         }
 
-    def _start(self, arguments: dict[str, Any], form: packed.Format | None) -> EngineThread:
+    def _start(self, arguments: dict[str, Any], dtype: str, form: packed.Format | None) -> EngineThread:
         """Starts vLLM on the base itself, or on plain weights where vLLM would compute other numbers than the trainer:
         with its own quantisation, or with quantised activations. All weights of a full fine-tune are plain, so they
         cannot replace codes."""
@@ -149,23 +148,22 @@ class VllmSampler:
             return EngineThread(arguments)
         self._settings.check_quantized()
         with temporary_folder() as folder:
-            full_weights.write_dequantized(self._settings, arguments["dtype"], folder)
+            full_weights.write_dequantized(self._settings, dtype, folder)
             torch.cuda.empty_cache()  # vLLM takes its share of what is free
             return EngineThread({**arguments, "model": str(folder)})
 
-    def _adapters(self, skeleton: nn.Module) -> VllmAdapters:
-        adapters = VllmAdapters(self._engine)
+    def _adapters(self, skeleton: nn.Module, info: BaseModelInfo) -> tuple[VllmAdapters, BaseModelInfo]:
+        """Returns the place of the adapters; and `info` without the groups that vLLM does not take adapters for."""
+        wanted = vllm_arguments.adapted(skeleton)
+        paths = [*chain.from_iterable(wanted.values())]
+        # A rank of a pipeline has some of the layers.
+        of_ranks = self._engine.call(lambda engine: engine.collective_rpc("adapted", args=(paths,)))
+        found = frozenset(chain.from_iterable(of_ranks))
+        adapters = VllmAdapters(self._engine, found)
         if not torch.cuda.is_available():
             adapters.use_zero_for_base(skeleton)
-        return adapters
-
-    def _adaptable(self, info: BaseModelInfo, skeleton: nn.Module) -> BaseModelInfo:
-        """Removes the parts of the model that vLLM takes no adapter for."""
-        without = {group for group, paths in vllm_arguments.adapted(skeleton).items() if not paths}
-        if not all(self._engine.call(lambda engine: engine.collective_rpc("adapts_head"))):
-            without.add("unembed")
-        groups = tuple(group for group in info.trainable_groups if group not in without)
-        return dataclasses.replace(info, trainable_groups=groups)
+        groups = (group for group in info.trainable_groups if wanted[group] and found.issuperset(wanted[group]))
+        return adapters, dataclasses.replace(info, trainable_groups=tuple(groups))
 
     def _run(self, adapter: Any, request: SampleRequest, handle: RequestHandle, read_cache: bool) -> list[Sample]:
         """Runs one vLLM request a sample, each with its own seed; the first one scores the prompt."""

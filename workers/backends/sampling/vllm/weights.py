@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import count
@@ -18,15 +18,15 @@ from typing import Any
 from torch import nn
 
 from app.domain.ops import LoraSpec
-from app.errors import ServerOpError
+from app.errors import ServerOpError, UserOpError
 from workers.backends.sampling.vllm.engine import EngineThread
-from workers.models import full_weights, lora, peft_files
+from workers.models import experts, full_weights, lora, peft_files
 
 _TEMPORARY = "tinsmith-vllm-"
 
 
 class VllmAdapters:
-    """Weights of many adapters in vLLM.
+    """Weights of many adapters in vLLM, each on modules of `adapted` alone: vLLM drops others in silence.
 
     `base` is used by a request without an adapter: None, or an adapter that changes nothing. vLLM caches an adapter
     under its number, so a number is never used again.
@@ -34,9 +34,9 @@ class VllmAdapters:
 
     healthy = True
 
-    def __init__(self, engine: EngineThread) -> None:
+    def __init__(self, engine: EngineThread, adapted: Collection[str]) -> None:
         self.base: Any = None
-        self._engine = engine
+        self._engine, self._adapted = engine, adapted
         self._numbers = count(1)
         self._by_id: dict[str, Any] = {}
         self._loading = threading.Lock()
@@ -45,7 +45,19 @@ class VllmAdapters:
     def load(self, adapter_id: str, folder: Path) -> None:
         with self._loading:
             if adapter_id not in self._by_id:
+                self._check_adapted(folder)
                 self._by_id[adapter_id] = self._add(adapter_id, folder)
+
+    def _check_adapted(self, folder: Path) -> None:
+        """Raises UserOpError for an adapter with a module that vLLM would drop, even if its pair there is zero: the
+        header of its file does not tell."""
+        path = next((path for path in peft_files.paths(folder) if path not in self._adapted), None)
+        if path is not None:
+            raise UserOpError(
+                f"the adapter has weights on {experts.module_path(path)}, where this vLLM sampler applies none: have "
+                'it sampled with sampler.backend = "transformers", or train with that group off in lora_config '
+                "(train_mlp, train_attn or train_unembed)"
+            )
 
     def evict(self, adapter_id: str) -> None:
         adapter = self._by_id.pop(adapter_id, None)

@@ -11,11 +11,13 @@ import os
 import select
 import threading
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from app.domain.adapters import KEY_PREFIX
 from workers.backends.sampling.vllm import patches
 from workers.backends.sampling.vllm import requests as vllm_requests
 from workers.models import full_weights
@@ -29,9 +31,20 @@ class Extension:
     model_runner: Any
     reload_weights: Callable[..., None]
 
-    def adapts_head(self) -> bool:
-        """Returns whether adapters may sit on lm_head."""
-        return "lm_head" in self.model_runner.lora_manager.embedding_modules
+    def adapted(self, paths: Sequence[str]) -> list[str]:
+        """Returns the modules of this worker on which vLLM runs an adapter's pairs, of those at `paths` in PEFT files.
+
+        As it loads an adapter, vLLM renames modules and joins some (q, k and v), and drops in silence those that it did
+        not prepare for adapters at its start.
+        """
+        from vllm.lora.utils import parse_fine_tuned_lora_name
+
+        manager = self.model_runner.lora_manager._adapter_manager
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        renames = None if mapper is None else mapper.get_rename_mapper()
+        prepared = {*manager.modules, *chain.from_iterable(manager.packed_modules.values())}
+        names = {path: parse_fine_tuned_lora_name(f"{KEY_PREFIX}{path}.lora_A.weight", renames)[0] for path in paths}
+        return [path for path, name in names.items() if name in prepared]
 
     def replace_weights(self, folder: str, names: Sequence[str]) -> None:
         """Overwrites all of a model's weights, layer by layer, with the tensors of these names."""

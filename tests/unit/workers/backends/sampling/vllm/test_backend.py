@@ -16,14 +16,16 @@ import pytest
 import xgrammar
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from app.domain.ops import LoraSpec
 from app.errors import ServerOpError, Unavailable, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
+from tests.parity import architectures
 from workers.backends.sampling.vllm import backend
 from workers.backends.sampling.vllm.backend import VllmSampler
 from workers.backends.sampling.vllm.engine import EngineThread
-from workers.backends.sampling.vllm.weights import VllmFullFinetuneModel
-from workers.models import full_weights, packed
+from workers.backends.sampling.vllm.weights import VllmAdapters, VllmFullFinetuneModel
+from workers.models import full_weights, lora, packed, peft_files
 
 
 class Engine:
@@ -81,6 +83,40 @@ def test_weights_that_may_be_written_in_part_are_nobodys_and_the_engine_is_of_no
     for name in ("one", "two"):
         with pytest.raises(ServerOpError, match="not loaded"):
             whole.find(name)
+
+
+class Adapters:
+    """Stand-in for vLLM's engine that takes every adapter."""
+
+    def __init__(self) -> None:
+        self.added: list[str] = []
+
+    async def add_lora(self, adapter: Any) -> None:
+        self.added.append(adapter.lora_name)
+
+
+@pytest.mark.parametrize(
+    ("case", "adapted", "named"),
+    [
+        ("qwen3", "q_proj k_proj v_proj o_proj lm_head", r"model\.layers\.0\.mlp\.(gate|up|down)_proj,"),
+        ("qwen3-moe", "q_proj k_proj v_proj o_proj lm_head", r"model\.layers\.0\.mlp\.experts,"),
+        ("qwen3", "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj", "lm_head,"),
+    ],
+)
+def test_an_adapter_on_a_module_that_vllm_would_drop_is_refused(
+    case: str, adapted: str, named: str, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(architectures.build(case, tmp_path / "base"))
+    engine, paths = Adapters(), [path for group in lora.targets(model).values() for path in group]
+    taken = {path for path in paths if path.rpartition(".")[2] in adapted.split()}
+    adapters = VllmAdapters(cast(EngineThread, Thread(cast(Engine, engine))), taken)
+    for name, spec in (("whole", LoraSpec(rank=2)), ("part", LoraSpec(2, train_mlp=False, train_unembed=False))):
+        (tmp_path / name).mkdir()
+        peft_files.write(lora.new_adapter(model, spec), tmp_path / name, "base", model)
+    with pytest.raises(UserOpError, match=rf"{named}.*sampler\.backend = \"transformers\".*train_mlp"):
+        adapters.load("whole", tmp_path / "whole")
+    adapters.load("part", tmp_path / "part")
+    assert (engine.added, adapters.ids()) == (["part"], ["part"])
 
 
 class Weights:
@@ -154,7 +190,7 @@ def test_vllm_starts_on_codes_only_where_it_computes_with_their_numbers_and_no_p
     monkeypatch.setattr(backend, "EngineThread", lambda arguments: arguments["model"])
     form = packed.format_of(PretrainedConfig(quantization_config={"quant_method": kind}), "n")
     sampler: Any = VllmSampler(BaseModelSettings(name="n", path="/codes"), full=full)
-    assert (sampler._start({"dtype": "bfloat16", "model": "/codes"}, form) == "/codes") == codes
+    assert (sampler._start({"model": "/codes"}, "bfloat16", form) == "/codes") == codes
 
 
 KILLED = """
@@ -169,7 +205,7 @@ def write(settings, dtype: str, folder: Path) -> None:
     input()
 
 full_weights.write_dequantized = write
-VllmSampler(BaseModelSettings(name="tiny", path="nowhere", dtype="nf4"))._start({"dtype": "bfloat16"}, None)
+VllmSampler(BaseModelSettings(name="tiny", path="nowhere", dtype="nf4"))._start({}, "bfloat16", None)
 """
 
 
@@ -193,8 +229,8 @@ def test_the_plain_weights_of_a_sampler_that_was_killed_are_removed_and_those_of
     sampler = VllmSampler(BaseModelSettings(name="tiny", path="nowhere", dtype="nf4"))
     with subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"written\n"
-        sampler._start({"dtype": "bfloat16"}, None)
+        sampler._start({}, "bfloat16", None)
         process.kill()
-    sampler._start({"dtype": "bfloat16"}, None)
+    sampler._start({}, "bfloat16", None)
     assert found == [["of a killed process", "of this process"], ["of this process"]]
     assert list(tmp_path.iterdir()) == []

@@ -66,6 +66,8 @@ CALLED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     f"{_ENGINE}.add_lora": (("self", "lora"), ()),
     f"{_ENGINE}.remove_lora": (("self", "number"), ()),
     f"{_ENGINE}.shutdown": (("self",), ()),
+    "vllm.lora.utils parse_fine_tuned_lora_name": (("name", "mapper"), ()),
+    "vllm.model_executor.models.utils WeightsMapper.get_rename_mapper": (("self",), ()),
 }
 """Functions that Tinsmith calls, with its positional and its named arguments."""
 
@@ -86,6 +88,8 @@ ATTRIBUTES = {
     "vllm.v1.worker.gpu_input_batch InputBatch": "generators req_id_to_index",
     _SCORES: "token_id_scores",
     "vllm.v1.engine.detokenizer FastIncrementalDetokenizer": "stream skip_special_tokens",
+    "vllm.lora.worker_manager WorkerLoRAManager": "_adapter_manager",
+    "vllm.lora.model_manager LoRAModelManager": "modules packed_modules model",
 }
 """Attributes that vLLM's objects set and the patches read or write."""
 
