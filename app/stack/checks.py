@@ -200,7 +200,7 @@ def unreachable_links(settings: Settings) -> Iterator[str]:
 def installed_version(distribution: str) -> str:
     """The version of an installed package; empty without one."""
     try:
-        return version(distribution)
+        return version(distribution) or ""  # None without METADATA, as after an install that broke off
     except PackageNotFoundError:
         return ""
 

@@ -80,8 +80,8 @@ class RedisRecords:
         return bool(outcome)
 
     def note_weights(self, base_model: str, weights_id: str, *, replace: bool = False) -> str:
-        """Notes the id of a base model's weights if it has none yet, or with `replace` in any case. Returns the id that
-        it had before, or ""."""
+        """Notes the id of a base model's weights if it has none yet, or with `replace` in any case; an empty id is not
+        noted. Returns the id that it had before, or ""."""
         noted: bytes = self._run("note_weights", base_model, weights_id, int(replace))
         return noted.decode()
 

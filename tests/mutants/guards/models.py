@@ -28,8 +28,8 @@ MUTANTS = (
     Mutant(
         "base weights: others than those of the runs are refused",
         "workers/models/loading/base_weights.py",
-        "    if not base.weights_id:\n",
-        "    if False:\n",
+        'if noted not in ("", found) and not base.weights_id:',
+        "if False:",
         f"{_BASE_WEIGHTS}::test_the_weights_of_the_first_start_are_noted_and_others_refused_until_they_are_back",
     ),
     Mutant(
@@ -42,9 +42,17 @@ MUTANTS = (
     Mutant(
         "base weights: the first note stays",
         "app/stores/redis/lua/records.lua",
-        "if not noted or ARGV[3] == '1' then",
-        "if true then",
-        f"{_BASE_WEIGHTS}::test_the_weights_of_the_first_start_are_noted_and_others_refused_until_they_are_back",
+        "(not noted or ARGV[3] == '1')",
+        "true",
+        "tests/unit/app/stores/redis/test_records.py"
+        "::test_the_first_id_of_a_base_models_weights_stays_until_another_replaces_it_on_purpose",
+    ),
+    Mutant(
+        "base weights: those that cannot be loaded leave no note",
+        "workers/models/loading/base_weights.py",
+        "_check(records, base, note=False)",
+        "_check(records, base, note=True)",
+        f"{_BASE_WEIGHTS}::test_weights_that_cannot_be_loaded_leave_no_note",
     ),
     Mutant(
         "weights id: in no step with the layers",

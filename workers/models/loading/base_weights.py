@@ -27,46 +27,48 @@ _AGAIN_S = 1.0
 
 @contextmanager
 def checked(records: RedisRecords, base: BaseModelSettings) -> Iterator[None]:
-    """Checks the weights that the block loads: those of a folder before, because loading takes minutes, and those of a
-    hub id behind it, once this machine's cache has them.
+    """Checks the weights that the block loads, and notes their id if the base model has none yet.
+
+    They are checked once they are loaded: then this machine's cache has those of a hub id, and weights that cannot be
+    loaded leave no note. Those of a folder are also checked before, because loading takes minutes.
 
     Raises UnservableModel when they are not those that the state server has noted for this base model, or not those of
     the setting `weights_id`; that setting replaces the note. Weights without safetensors files are not checked. Waits
     while the state server is away.
     """
-    is_folder = Path(local_path(base.path)).is_dir()
-    if is_folder:
-        _check(records, base)
+    if Path(local_path(base.path)).is_dir():
+        _check(records, base, note=False)
     yield
-    if not is_folder:
-        _check(records, base)
+    _check(records, base, note=True)
 
 
-def _check(records: RedisRecords, base: BaseModelSettings) -> None:
+def _check(records: RedisRecords, base: BaseModelSettings, *, note: bool) -> None:
     with explained(base):
         found = weights_id(base.path)
     if not found:
-        log.warning("the weights of base model %s are not checked: they are in no safetensors files", base.name)
+        if note:
+            log.warning("the weights of base model %s are not checked: they are in no safetensors files", base.name)
         return
     if base.weights_id not in ("", found):
         raise UnservableModel(
             f"base model {base.name!r}: weights_id is {base.weights_id}, but the weights of its path have the id "
             f"{found}: put the weights of that id back, or correct weights_id"
         )
-    noted = _note(records, base, found)
-    log.info("the weights of base model %s have the id %s", base.name, found)
-    if noted in ("", found):
-        return
-    if not base.weights_id:
+    noted = _noted(records, base, found if note else "")
+    if noted not in ("", found) and not base.weights_id:
         raise UnservableModel(_other_weights(base, noted, found))
-    log.warning("base model %s had weights of the id %s before; weights_id replaces it", base.name, noted)
+    if note:
+        log.info("the weights of base model %s have the id %s", base.name, found)
+        if noted not in ("", found):
+            log.warning("base model %s had weights of the id %s before; weights_id replaces it", base.name, noted)
 
 
-def _note(records: RedisRecords, base: BaseModelSettings, found: str) -> str:
-    """The id that was noted before. A worker without a state server has no work, so it waits for one."""
+def _noted(records: RedisRecords, base: BaseModelSettings, new: str) -> str:
+    """The id that was noted before `new`, which is noted unless it is empty. A worker without a state server has no
+    work, so it waits for one."""
     while True:
         try:
-            return records.note_weights(base.name, found, replace=bool(base.weights_id))
+            return records.note_weights(base.name, new, replace=bool(base.weights_id))
         except redis.RedisError as error:
             if not is_outage(error):
                 raise

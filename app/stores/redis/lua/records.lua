@@ -49,10 +49,12 @@ redis.call('ZADD', 'tinsmith:index:' .. ARGV[1], 0, ARGV[2])
 return 1
 
 -- script: note_weights flags=allow-oom
--- Note the id of a base model's weights. ARGV: base model, id, 1 to replace another id or 0. Returns the id that was
--- noted before, or '' if there was none.
+-- Note the id of a base model's weights. ARGV: base model, id or '' for none, 1 to replace another id or 0. Returns the
+-- id that was noted before, or '' if there was none.
 local noted = redis.call('HGET', 'tinsmith:base_weights', ARGV[1])
-if not noted or ARGV[3] == '1' then redis.call('HSET', 'tinsmith:base_weights', ARGV[1], ARGV[2]) end
+if ARGV[2] ~= '' and (not noted or ARGV[3] == '1') then
+  redis.call('HSET', 'tinsmith:base_weights', ARGV[1], ARGV[2])
+end
 return noted or ''
 
 -- script: put_loss

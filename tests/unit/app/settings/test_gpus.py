@@ -44,7 +44,7 @@ def settings(devices: object) -> SamplerSettings:
     return parse(raw, "the file").base_models[0].sampler
 
 
-def test_a_config_file_has_one_list_or_a_list_gpus_of_copies_copy() -> None:
+def test_a_config_file_has_one_list_or_a_list_for_each_copy() -> None:
     assert [settings(value).devices for value in ([], [2, 0], [[2, 0], [1]])] == [(), (2, 0), ((2, 0), (1,))]
 
 

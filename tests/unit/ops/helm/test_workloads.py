@@ -170,7 +170,7 @@ def test_samplers_are_placed_beside_the_trainers_that_leave_weights_in_the_nodes
     assert labels.items() <= trainer["metadata"]["labels"].items()
 
 
-def test_the_leader_writes_a_hostfile_with_a_slot_gpus_of_copies_rank_itself_first(tmp_path: Path):
+def test_the_leader_writes_a_hostfile_with_a_slot_for_each_rank_itself_first(tmp_path: Path):
     ((one, _, container),) = [found for found in workers("several-nodes") if found[0]["kind"] == "LeaderWorkerSet"]
     trainer = settings("several-nodes", tmp_path, container).base_models[0].trainer
     hosts = tmp_path / "hosts"

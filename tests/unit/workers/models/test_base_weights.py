@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from app.errors import UnservableModel
+from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords
@@ -73,6 +73,14 @@ def test_weights_in_other_files_than_safetensors_are_not_checked(client, tmp_pat
     assert start(client, tmp_path, weights="0" * 16)
     assert "o/base are not checked" in caplog.text
     assert noted(client) == {}
+
+
+def test_weights_that_cannot_be_loaded_leave_no_note(client, first, other):
+    """So another path can follow the first one that a name was given by mistake."""
+    base = BaseModelSettings(name="o/base", path=str(first))
+    with pytest.raises(SetupError), base_weights.checked(RedisRecords(client), base):
+        raise SetupError("a format that is not read")
+    assert start(client, other)
 
 
 def test_those_of_a_hub_id_are_checked_once_they_are_loaded(client, first, other, monkeypatch):
