@@ -131,6 +131,13 @@ def test_a_cuda_build_beside_vllms_cpu_build_is_named_with_the_remedy(installed)
         checks.vllm(base_model(sampler=SamplerSettings(backend="vllm")))
 
 
+def test_an_install_that_broke_off_counts_as_none(installed, tmp_path):
+    (tmp_path / "torch-2.13.0.dist-info").mkdir()  # without METADATA
+    installed(vllm="0.32.0")
+    assert checks.installed_version("torch") == ""
+    checks.vllm(base_model(sampler=SamplerSettings(backend="vllm")))
+
+
 def test_builds_that_fit_torch_are_fine(installed):
     installed(vllm="0.32.0", torch="2.13.0", torchvision="0.28.0", torchaudio="2.13.0", torchcodec="0.15")
     checks.vllm(base_model(sampler=SamplerSettings(backend="vllm")))
