@@ -29,7 +29,8 @@ def settings_of(options: Options) -> Settings:
     the file that TINSMITH_SETTINGS names, as every process of a stack does. Raises SetupError when no stack has run
     there, and when the folder is a copy or was moved: its settings name the servers of the first folder."""
     folder, settings = _found(options)
-    if not _is_at(settings, folder):
+    # A stack in a container has another path for its folder.
+    if not _is_at(settings, folder) and not is_in_use(folder):
         raise SetupError(
             f"the data folder {folder} was copied or moved from {settings.data_dir}, so its settings may name servers "
             f"of another stack: start `tinsmith up --data-dir {folder}` once, which writes them anew"

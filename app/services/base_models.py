@@ -12,8 +12,10 @@ from typing import Any
 from app import ids
 from app.dispatch import sample_queue, train_queue
 from app.domain.adapters import Shapes, of_rows
+from app.domain.ops import LoraSpec
 from app.domain.records import LAST_WORKERS, LATER_FACTS, BaseModelInfo, Demand, Refusal, Worker
 from app.errors import BadRequest, Unavailable
+from app.services.validation import check_sampled
 from app.settings import BaseModelSettings, Settings
 from app.stores.redis.records import RedisRecords, load
 
@@ -87,9 +89,14 @@ class BaseModels:
             self.live()
         return self._known.get((role, name))
 
-    def lora_workers(self, name: str) -> tuple[BaseModelInfo | None, BaseModelInfo | None]:
-        """The known facts of the trainers and of the samplers of adapters of `name`."""
-        return self.known("trainer", name), self.known("sampler", name)
+    def check_sampled(self, lora: LoraSpec, name: str) -> None:
+        """Raises BadRequest for an adapter that the samplers of `name` cannot apply. Samplers that were started again
+        may apply more than the known ones did, so a refusal looks at the present ones."""
+        try:
+            check_sampled(lora, self.known("trainer", name), self.known("sampler", name))
+        except BadRequest:
+            self.live()
+            check_sampled(lora, self.known("trainer", name), self.known("sampler", name))
 
     def _of_last_worker(self, role: str, name: str) -> BaseModelInfo | None:
         """The facts that the last worker reported, or None if there was none."""

@@ -35,7 +35,6 @@ from app.services.validation import (
     check_lora,
     check_optimizer,
     check_same_role,
-    check_sampled,
     exports_merged,
 )
 from app.services.views import (
@@ -152,7 +151,7 @@ class ModelService:
         if op.spec.lora is not None:
             check_lora(op.spec.lora, self._bases.settings(name).max_rank, trainer)
             if not op.spec.critic:
-                check_sampled(op.spec.lora, trainer, self._bases.known("sampler", name))
+                self._bases.check_sampled(op.spec.lora, name)
         model_id = ids.model_id(asked["session_id"], asked["model_seq_id"])
         model = Model(
             session.owner,

@@ -23,7 +23,6 @@ from app.services.validation import (
     check_adapter,
     check_reads_images,
     check_sampleable,
-    check_sampled,
     check_sampled_role,
     in_range,
 )
@@ -119,7 +118,7 @@ class SamplingService:
         name, prefix, full = checkpoint.base_model, checkpoint.prefix, checkpoint.full
         check_sampleable(self._bases.settings(name), full=full)
         if checkpoint.lora:
-            check_sampled(LoraSpec(**checkpoint.lora), *self._bases.lora_workers(name))
+            self._bases.check_sampled(LoraSpec(**checkpoint.lora), name)
         return Sampler(owner, session_id, name, time.time(), path, prefix, full=full)
 
     def _exists(self, sampler_id: str, asked: Mapping[str, Any]) -> bool:

@@ -40,7 +40,6 @@ from app.services.validation import (
     check_same_kind,
     check_same_role,
     check_sampleable,
-    check_sampled,
     check_sampled_role,
     check_ttl,
     exports_merged,
@@ -130,7 +129,7 @@ class TrainingService:
             raise BadRequest("save_weights_for_sampler needs either path or sampling_session_seq_id")
         check_sampleable(self._bases.settings(model.base_model), full=model.full)
         if model.lora:
-            check_sampled(LoraSpec(**model.lora), *self._bases.lora_workers(model.base_model))
+            self._bases.check_sampled(LoraSpec(**model.lora), model.base_model)
         session = ids.sampling_session_id(model.session_id, asked["sampling_session_seq_id"])
         self._check_free(session, asked)
         name, inflight = f"ephemeral-{asked['seq_id']}", asked["kind"] == "inflight"

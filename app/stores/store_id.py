@@ -13,7 +13,7 @@ import uuid
 import redis
 
 from app.domain.checkpoints import MODELS
-from app.domain.records import Checkpoint
+from app.domain.records import Checkpoint, Model
 from app.errors import NotFound, SetupError, Unavailable
 from app.settings import Settings
 from app.stack.redaction import without_secrets
@@ -38,7 +38,7 @@ def check_store_id(settings: Settings, records: RedisRecords, objects: ObjectSto
             found = found or _new(settings, records, objects)
             records.put_new(*_RECORD, {"id": json.dumps(found)})
             known = _known(records)  # another process may have been first
-    except (redis.RedisError, OSError, Unavailable) as error:
+    except (redis.RedisError, OSError, Unavailable, NotFound) as error:
         log.warning("the id of the object store was not checked: %s", error)
         return
     if found != known:
@@ -59,11 +59,17 @@ def _found(objects: ObjectStore) -> str | None:
 
 def _new(settings: Settings, records: RedisRecords, objects: ObjectStore) -> str:
     """The id of a store that had none: ours, or that of another process. Raises SetupError when the state server has
-    checkpoints, as one of an earlier version may, and the store has not."""
-    if any(records.list(Checkpoint.namespace)) and not objects.page(f"{MODELS}/", "", 1):
+    checkpoints or snapshots, as one of an earlier version may, and the store has not."""
+    if _has_files(records) and not objects.page(f"{MODELS}/", "", 1):
         raise _wrong(settings)
     objects.put_new(STORE_ID, uuid.uuid4().hex.encode())
     return objects.read(STORE_ID).decode()
+
+
+def _has_files(records: RedisRecords) -> bool:
+    """True if a checkpoint or a run's snapshot is recorded."""
+    runs = (fields for _, fields in records.list(Model.namespace))
+    return any(records.list(Checkpoint.namespace)) or any(fields.get("snapshot") for fields in runs)
 
 
 def _wrong(settings: Settings) -> SetupError:

@@ -45,6 +45,11 @@ def checked(records: RedisRecords, base: BaseModelSettings) -> Iterator[None]:
 def _check(records: RedisRecords, base: BaseModelSettings, *, note: bool) -> None:
     with explained(base):
         found = weights_id(base.path)
+    if not found and base.weights_id:
+        raise UnservableModel(
+            f"base model {base.name!r}: weights_id is {base.weights_id}, but the weights of its path are in no "
+            "safetensors files, so they have no id: leave weights_id out, or give safetensors files"
+        )
     if not found:
         if note:
             log.warning("the weights of base model %s are not checked: they are in no safetensors files", base.name)
@@ -79,7 +84,7 @@ def _noted(records: RedisRecords, base: BaseModelSettings, new: str) -> str:
 def _other_weights(base: BaseModelSettings, noted: str, found: str) -> str:
     return (
         f"base model {base.name!r} was served here with other weights before (id {noted}; those of its path have the "
-        f"id {found}), and its runs and checkpoints depend on them: put the earlier weights back (for a hub id, set "
-        "path to a folder with the earlier revision), or serve these under another name; to go on with these weights "
-        f'on purpose, set weights_id = "{found}" in the section of the base model'
+        f"id {found}), and its runs and checkpoints may depend on them: put the earlier weights back (for a hub id, "
+        "set path to a folder with the earlier revision), or serve these under another name; to go on with these "
+        f'weights on purpose, set weights_id = "{found}" in the section of the base model'
     )

@@ -54,17 +54,20 @@ def _files(source: str) -> list[Path]:
         return whole
     if not (index := cached(source, [INDEX])):
         return []
-    names = set(json.loads(index[0].read_text())["weight_map"].values())
-    found = cached(source, sorted(names))
-    if missing := names - {file.name for file in found}:
-        raise FileNotFoundError(f"{min(missing)} is missing")
-    return found
+    names = sorted(set(json.loads(index[0].read_text())["weight_map"].values()))
+    found = {name: cached(source, [name]) for name in names}
+    if missing := [name for name in names if not found[name]]:
+        raise FileNotFoundError(f"{missing[0]} is missing")
+    return [file for files in found.values() for file in files]
 
 
 def _tensors(files: Sequence[Path]) -> dict[str, _Stored]:
     found: dict[str, _Stored] = {}
     for file in files:
         fields, begin = read_fields(file)
+        end = begin + max((one["data_offsets"][1] for one in fields.values()), default=0)
+        if (size := file.stat().st_size) != end:
+            raise OSError(f"{file.name} has {size} bytes, and its tensors end at {end}; copy it again")
         for name, one in fields.items():
             start, end = one["data_offsets"]
             found[name] = _Stored(file, one["dtype"], one["shape"], begin + start, begin + end)

@@ -80,6 +80,12 @@ def test_a_folder_has_many_paths(options: Options, tmp_path: Path, monkeypatch: 
         assert connection.settings_of(Options(data_dir=Path(path))).data_dir == options.data_dir
 
 
+def test_a_stack_in_a_container_may_have_another_path_for_the_folder(options: Options, tmp_path: Path) -> None:
+    mounted = options.data_dir.rename(tmp_path / "mounted")
+    with closing(DataFolder(mounted)):
+        assert connection.settings_of(Options(data_dir=mounted)).data_dir == options.data_dir
+
+
 def test_a_stack_that_is_starting_on_a_copy_is_not_taken_for_the_first(options: Options, tmp_path: Path) -> None:
     taken = shutil.copytree(options.data_dir, tmp_path / "taken")
     with closing(DataFolder(taken)):

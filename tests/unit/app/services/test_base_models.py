@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from app.domain.ops import LoraSpec
 from app.domain.records import FOLLOWS_SCHEMAS, LAST_WORKERS, READS_IMAGES, BaseModelInfo, Refusal, Worker
 from app.errors import BadRequest, Unavailable
 from app.services.base_models import SHAPES, BaseModels
@@ -48,6 +49,19 @@ def started(client: redis.Redis) -> tuple[RedisRecords, BaseModels]:
     settings = Settings(base_models=(BaseModelSettings(name="org/tiny", path="org/tiny"),))
     records = RedisRecords(client)
     return records, BaseModels(settings, records)
+
+
+def test_a_sampler_that_was_started_again_takes_the_adapters_that_it_can_apply_now(client: redis.Redis) -> None:
+    records, bases = started(client)
+    both = {**INFO, "trainable_groups": ["attn", "mlp"]}
+    spec = LoraSpec(rank=4, train_unembed=False)
+    bases.check_sampled(spec, "org/tiny")
+    records.put(Worker.namespace, "t/1", dump(Worker("trainer", "org/tiny", both, {}, "", 0.0)))
+    records.put(Worker.namespace, "s/1", dump(Worker("sampler", "org/tiny", INFO, {}, "", 0.0)))
+    with pytest.raises(BadRequest, match="set train_mlp to false"):
+        bases.check_sampled(spec, "org/tiny")
+    records.put(Worker.namespace, "s/1", dump(Worker("sampler", "org/tiny", both, {}, "", 0.0)))
+    bases.check_sampled(spec, "org/tiny")
 
 
 def test_a_process_that_starts_while_no_worker_runs_has_the_facts_from_the_last_one(client: redis.Redis) -> None:

@@ -51,6 +51,31 @@ def test_processes_that_start_at_once_agree(records: RedisRecords, settings: Set
         assert list(threads.map(lambda store: check_store_id(settings, records, store), stores)) == [None] * 16
 
 
+def test_snapshots_of_an_earlier_version_are_not_taken_to_be_in_an_empty_store(
+    client: redis.Redis, records: RedisRecords, settings: Settings, tmp_path: Path
+) -> None:
+    """The disk is not mounted at the first start after an upgrade, and no run has saved a checkpoint yet."""
+    client.hset("tinsmith:models:s:train:0", mapping={"applied": "3", "snapshot": "models/s/7"})
+    client.zadd("tinsmith:index:models", {"s:train:0": 0})
+    store = folder(tmp_path / "objects")
+    with pytest.raises(SetupError, match="mount its disk"):
+        check_store_id(settings, records, store)
+    assert store.list("") == []
+    store.put_new("models/s/7/manifest.json", b"{}")
+    check_store_id(settings, records, store)
+
+
+def test_a_store_that_does_not_show_at_once_what_it_has_stored_is_no_error(
+    records: RedisRecords, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = folder(tmp_path / "objects")
+    with monkeypatch.context() as late:
+        late.setattr(store, "put_new", lambda key, content: None)
+        check_store_id(settings, records, store)
+    check_store_id(settings, records, store)
+    assert store.list("") == [STORE_ID]
+
+
 @pytest.mark.parametrize("other", [False, True])
 def test_another_or_an_empty_store_is_refused_and_stays_as_it_is(
     other: bool, records: RedisRecords, settings: Settings, valkey: str, tmp_path: Path

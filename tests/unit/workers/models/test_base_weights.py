@@ -46,7 +46,7 @@ def test_the_weights_of_the_first_start_are_noted_and_others_refused_until_they_
     assert caplog.messages == [f"the weights of base model o/base have the id {here}"] * 2
     said = (
         f"'o/base' was served here with other weights before .id {here}; those of its path have the id {there}.*"
-        f'runs and checkpoints depend.*set path to a folder.*another name.*set weights_id = "{there}"'
+        f'runs and checkpoints may depend.*set path to a folder.*another name.*set weights_id = "{there}"'
     )
     with pytest.raises(UnservableModel, match=said):
         start(client, other)
@@ -69,8 +69,10 @@ def test_weights_without_the_id_of_the_settings_are_refused_and_not_noted(client
     assert noted(client) == {}
 
 
-def test_weights_in_other_files_than_safetensors_are_not_checked(client, tmp_path, caplog):
-    assert start(client, tmp_path, weights="0" * 16)
+def test_weights_in_other_files_than_safetensors_are_not_checked_but_are_not_those_of_an_id(client, tmp_path, caplog):
+    with pytest.raises(UnservableModel, match=r"weights_id is 0+, but the weights of its path .*have no id"):
+        start(client, tmp_path, weights="0" * 16)
+    assert start(client, tmp_path)
     assert "o/base are not checked" in caplog.text
     assert noted(client) == {}
 

@@ -101,6 +101,14 @@ def test_it_reads_the_header_and_some_kilobytes_of_a_large_file(tmp_path: Path):
     assert bytes_read() - before < len(header) + 100_000
 
 
+def test_files_may_be_in_folders_that_the_index_names(base: Path, folder: Path):
+    (folder / "part").mkdir()
+    (folder / _FILE).rename(folder / "part" / "a.safetensors")
+    names = load_file(folder / "part" / "a.safetensors")
+    (folder / _INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "part/a.safetensors")}))
+    assert weights_id(str(folder)) == weights_id(str(base))
+
+
 def test_a_model_without_safetensors_files_has_none(folder: Path):
     (folder / _FILE).rename(folder / "pytorch_model.bin")
     assert weights_id(str(folder)) == ""
@@ -110,6 +118,13 @@ def test_a_missing_or_damaged_file_is_an_error(folder: Path):
     (folder / _FILE).rename(folder / "model-0.safetensors")
     (folder / _INDEX).write_text(json.dumps({"weight_map": {"a": "model-0.safetensors", "b": "model-1.safetensors"}}))
     with pytest.raises(FileNotFoundError, match=r"model-1\.safetensors is missing"):
+        weights_id(str(folder))
+    (folder / _INDEX).unlink()
+    whole = (folder / "model-0.safetensors").read_bytes()
+    (folder / _FILE).write_bytes(whole[:-1])
+    with pytest.raises(
+        OSError, match=rf"has {len(whole) - 1} bytes, and its tensors end at {len(whole)}; copy it again"
+    ):
         weights_id(str(folder))
     (folder / _FILE).write_bytes(b"\1\0\0\0\0\0\0\0{")
     with pytest.raises(Exception, match="its header is not JSON"):
