@@ -21,6 +21,7 @@ def test_a_child_that_is_interrupted_before_its_program_runs_ends_by_the_signal(
     dispositions: None, number: signal.Signals
 ) -> None:
     """With the handler of its parent, subprocess would report a fault."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
     me = os.getpid()
 
     def begin() -> None:
