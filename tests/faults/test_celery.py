@@ -14,6 +14,7 @@ import tinker
 
 from app.stack.supervisor import SETUP_ERROR_CODE
 from app.stores.redis import keys
+from app.stores.redis.client import connect
 from tests.contract.data import ADAM, datum, logprobs, sentences, supervised, train
 from tests.faults.proxy import Proxy
 from tests.faults.stack import BASE, Stack
@@ -47,6 +48,8 @@ def broker(broker_server: str) -> Iterator[Proxy]:
 
 @pytest.fixture(scope="module")
 def stack(memory: Path, base_path: Path, valkey: str, state: Proxy, broker: Proxy) -> Iterator[Stack]:
+    with connect(valkey) as client:
+        client.flushall()  # the other modules' worlds had another object store
     stack = Stack(memory / "stack", base_path, state.url, broker.url, valkey)
     try:
         yield stack
