@@ -216,7 +216,7 @@ def test_what_is_uploaded_makes_room_for_what_comes(world: World, store: GatedSt
     folder = worker.shm_transfers._folder
     prefix = transferred(worker, world, 0)
     await_upload(world)
-    await_true(lambda: not worker.shm_transfers._uploads.item(MODEL), "the upload has ended")
+    worker.shm_transfers.finish(MODEL, 60)
     written = folder.find(prefix)
     assert written is not None
     size = sum(path.stat().st_size for path in written.iterdir())
