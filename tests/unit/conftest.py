@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,14 @@ from tests.servers import start_valkey
 def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with start_valkey(tmp_path_factory.mktemp("valkey")) as url:
         yield url
+
+
+@pytest.fixture(autouse=True)
+def no_lease_keeper_is_left() -> Iterator[None]:
+    """Checks that each test stops its LeaseKeepers: one that goes on writes to the state server of later tests."""
+    before = set(threading.enumerate())
+    yield
+    assert "leases" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
 @pytest.fixture

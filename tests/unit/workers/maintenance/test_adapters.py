@@ -118,6 +118,7 @@ def test_workers_run_the_task(installation: Installation):
         installation.save(number)
     settings = Settings(engine=HASTY)
     made = parts(installation.client, settings, "node/boot", installation.oplog, installation.store)
+    made.keeper.stop()
     time.sleep(0.01)
     create_maintenance(made)._round("adapters")
     assert installation.stored() == {installation.prefix(number) for number in (2, 3)}

@@ -30,9 +30,9 @@ class World:
         self._client, self._records = client, RedisRecords(client)
         self._store = FolderStore(folder, "secret", "http://x")
         oplog = RedisOpLog(client, ENGINE, self._store)
-        self._maintenance = create_maintenance(
-            assembly.parts(client, Settings(engine=ENGINE), "node/boot", oplog, self._store)
-        )
+        parts = assembly.parts(client, Settings(engine=ENGINE), "node/boot", oplog, self._store)
+        parts.keeper.stop()
+        self._maintenance = create_maintenance(parts)
         now = self._records.now()
         prefix = f"models/{MODEL}/weights/a/4-1"
         saved = Checkpoint("me", MODEL, "weights", "base", prefix, 0.0, 1, {}, ["a"], expires_at=now - 1)

@@ -335,6 +335,7 @@ def test_a_full_queue_delays_no_message_of_another_queue(oplog, client, celery, 
     await_waiting(oplog)
     store = FolderStore(tmp_path, "secret", "http://localhost")
     made = parts(client, Settings(engine=HASTY), "node/boot", oplog, store, dispatcher.send)
+    made.keeper.stop()
     create_maintenance(replace(made, celery=celery))._round("ringing")
     assert (client.llen(QUEUE), client.llen("sample.base")) == (12, 1)
 

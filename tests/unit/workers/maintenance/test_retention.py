@@ -165,6 +165,7 @@ def test_what_a_call_loads_can_be_read_until_the_call_has_ended(installation: In
     installation.round()
     assert path not in dict(installation.records.list(Checkpoint.namespace))
     engine = parts(installation.client, Settings(engine=HASTY), "node/boot", installation.oplog, installation.store)
+    engine.keeper.stop()
     orphans = Orphans(engine.oplog, engine.lifecycle, engine.records, engine.payloads, installation.store, HASTY)
     for _ in range(3):
         orphans.sweep()
@@ -182,6 +183,7 @@ def test_workers_run_the_task(installation: Installation):
         installation.save(f"w{seq}", seq)
     settings = Settings(limits={"project": {"keep_checkpoints": 1}})
     made = parts(installation.client, settings, "node/boot", installation.oplog, installation.store)
+    made.keeper.stop()
     create_maintenance(made)._round("retention")
     assert installation.kept() == {"0/weights/w3"}
 

@@ -23,7 +23,7 @@ def test_a_worker_does_not_start_on_a_state_server_that_may_lose_calls(tmp_path:
 
 def test_a_worker_does_not_start_on_another_object_store(client: redis.Redis, valkey: str, tmp_path: Path):
     settings = Settings(data_dir=tmp_path, redis=RedisSettings(url=valkey))
-    Parts.of(settings, celery_app(settings), "trainer/boot")
+    Parts.of(settings, celery_app(settings), "trainer/boot").keeper.stop()
     (tmp_path / "objects").rename(tmp_path / "unmounted")
     with pytest.raises(SetupError, match="mount its disk"):
         Parts.of(settings, celery_app(settings), "trainer/boot")
