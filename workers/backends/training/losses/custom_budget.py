@@ -41,28 +41,39 @@ _PRODUCTS = frozenset({_ATEN.mm, _ATEN.bmm, _ATEN.addmm, _ATEN.baddbmm})
 
 # Cost of an element of pointwise operations that take more than 3 ns an element: of fp32 and narrower types, of fp64,
 # and of integers. Each is the next power of two above the slowest of 2^16 elements, denormal and huge ones included
-# (torch 2.13 on one core of a Xeon, 2026-11-25: pow of int64 640 ns, logit 270 ns, remainder of fp64 135 ns).
+# (torch 2.13 on one core of a Xeon, 2026-11-25: pow of int64 640 ns, logit 270 ns, remainder of fp64 135 ns; denormal
+# numbers on another Xeon, 2026-11-30: gelu of fp64 270 ns, sinh and tanh 160, special_entr of fp32 125).
 _PRICES: Mapping[str, tuple[int, int, int]] = {
-    "pow": (8, 128, 1024),
+    "pow": (64, 128, 1024),
     "logit": (256, 256, 512),
-    **dict.fromkeys(("remainder", "fmod", "floor_divide"), (32, 256, 32)),
+    **dict.fromkeys(("remainder", "fmod", "floor_divide"), (64, 256, 32)),
     "sqrt": (32, 128, 32),
-    # Of denormal fp64: gelu 175 ns, its gradient 155, expm1 and cosh 110.
-    **dict.fromkeys(("gelu", "gelu_backward"), (4, 256, 4)),
-    **dict.fromkeys(("expm1", "sinh", "cosh", "special_entr"), (4, 128, 4)),
+    "gelu": (64, 512, 4),
+    "gelu_backward": (32, 256, 4),
+    "tanh": (32, 256, 16),
+    **dict.fromkeys(("expm1", "sinh", "cosh"), (64, 256, 4)),
+    **dict.fromkeys(("sigmoid", "silu", "silu_backward", "softplus", "softplus_backward"), (64, 128, 4)),
+    **dict.fromkeys(("exp2", "hypot", "log1p"), (64, 64, 4)),
+    **dict.fromkeys(("special_entr", "xlogy"), (256, 256, 32)),
     **dict.fromkeys(("log", "log2", "log10"), (64, 64, 64)),
-    **dict.fromkeys(("digamma", "lgamma", "xlogy", "erfc"), (32, 64, 32)),
-    **dict.fromkeys(("acos", "asin", "atan", "cos", "exp", "sin", "tan", "tanh"), (16, 16, 16)),
+    **dict.fromkeys(("digamma", "lgamma", "erfc"), (128, 128, 32)),
+    **dict.fromkeys(("acos", "asin", "atan", "cos", "exp", "sin", "tan"), (32, 64, 16)),
 }
 _POINTWISE = (4, 8, 4)
 
 # Budgets of version 1 count every pointwise operation as 1. Operations that look elements up, or work in short rows,
-# took up to 40 ns an element; sorting 4 million took up to 150 ns an element.
-_SORTED, _LOOKED_UP = 64, 16
-_SORTS = frozenset({_ATEN.sort, _ATEN.topk, _ATEN.median, _ATEN.nanmedian})
+# took up to 40 ns an element; sorting 4 million took up to 150 ns an element. Of denormal numbers, the cross-entropy of
+# two tensors took 270 ns an element, and logsigmoid 115.
+_SLOWEST, _LOOKED_UP = 64, 16
+_SLOW = frozenset(
+    {
+        *(_ATEN.sort, _ATEN.topk, _ATEN.median, _ATEN.nanmedian),
+        *(_ATEN.binary_cross_entropy, _ATEN.binary_cross_entropy_with_logits),
+    }
+)
 _STREAMED_NAMES = """
     _to_copy alias amax amin arange cat clone copy cumprod cumsum detach flip full log_sigmoid_backward
-    log_sigmoid_forward max mean min ones ones_like prod sum zeros zeros_like
+    max mean min ones ones_like prod sum zeros zeros_like
 """
 _STREAMED = frozenset(getattr(_ATEN, name) for name in _STREAMED_NAMES.split()) | _PRODUCTS
 
@@ -169,8 +180,8 @@ def _result_width(func: OpOverload, kwargs: Mapping[str, Any], inputs: Sequence[
 
 
 def _cost(func: OpOverload) -> int:
-    if func.overloadpacket in _SORTS:
-        return _SORTED
+    if func.overloadpacket in _SLOW:
+        return _SLOWEST
     return 1 if torch.Tag.pointwise in func.tags or func.overloadpacket in _STREAMED else _LOOKED_UP
 
 
