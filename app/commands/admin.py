@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, date, datetime
 
-from app.commands.connection import account_service, check_state_server, reached, settings_of
+from app.commands.connection import account_service, open_store, reached, settings_of
 from app.domain.accounts import Key, Organisation, Project, User
 from app.domain.limits import NAMES
 from app.domain.prices import total
@@ -23,7 +23,6 @@ from app.services.views import day_text
 from app.settings import Settings
 from app.stack.config import Options
 from app.stack.terminal import row, show
-from app.stores.objects import create
 from app.stores.objects.accounts import AccountFiles
 from app.stores.objects.base import ObjectStore
 from app.stores.pages import PageFiles
@@ -37,8 +36,7 @@ Action = Callable[[AccountService, Namespace], Iterator[str]]
 def run(options: Options, action: str, asked: Namespace) -> int:
     """Runs one action. Raises SetupError when the action cannot be done as asked, Unavailable when a store is away."""
     settings = settings_of(options)
-    check_state_server(settings)
-    accounts = account_service(settings, create(settings, may_be_away=True))
+    accounts = account_service(settings, open_store(settings, may_be_away=True))
     try:
         with reached(settings):
             show(*_ACTIONS[action](accounts, asked))
@@ -165,8 +163,7 @@ def show_audit(options: Options, scope: str, day: date | None) -> int:
     """Prints the audit log of a project or organisation for one day (UTC; None: today). Raises SetupError, or
     Unavailable when a store is away."""
     settings = settings_of(options)
-    check_state_server(settings)
-    client, objects = connect(settings.redis.url), create(settings)
+    objects, client = open_store(settings), connect(settings.redis.url)
     records = RedisRecords(client, settings.engine)
     log = AuditService(Ledgers(RedisPages(client, settings.engine), PageFiles(objects)), records)
     with reached(settings):
@@ -183,8 +180,7 @@ def show_usage(options: Options, project: str, month: date | None) -> int:
     """Prints the usage and cost of each run of a project in one month (UTC; None: this month), and the sum of the
     costs. Raises SetupError, or Unavailable when a store is away."""
     settings = settings_of(options)
-    check_state_server(settings)
-    client, objects = connect(settings.redis.url), create(settings)
+    objects, client = open_store(settings), connect(settings.redis.url)
     records = RedisRecords(client, settings.engine)
     ledgers = Ledgers(RedisPages(client, settings.engine), PageFiles(objects))
     with reached(settings):

@@ -18,10 +18,12 @@ from app.stack import checks, config, valkey
 from app.stack.config import Options
 from app.stack.data_folder import is_in_use
 from app.stack.redaction import without_secrets
+from app.stores.objects import create
 from app.stores.objects.accounts import AccountFiles
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords
+from app.stores.store_id import check_store_id
 
 
 def settings_of(options: Options) -> Settings:
@@ -118,6 +120,16 @@ def check_state_server(settings: Settings) -> None:
     except SetupError:
         _check_not_stopped(settings)
         raise
+
+
+def open_store(settings: Settings, *, may_be_away: bool = False) -> ObjectStore:
+    """Checks both servers, and returns the object store: see `stores.objects.create`. Raises SetupError too when the
+    store is not the one whose files the state server records."""
+    check_state_server(settings)
+    objects = create(settings, may_be_away=may_be_away)
+    with connected(settings) as client:
+        check_store_id(settings, RedisRecords(client, settings.engine), objects)
+    return objects
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from app import ids
-from app.commands.connection import account_service, check_state_server, reached, settings_of
+from app.commands.connection import account_service, open_store, reached, settings_of
 from app.domain.accounts import Project
 from app.domain.adapters import CONFIG_FILE, FILES, TENSORS_FILE
 from app.domain.ops import LoraSpec
@@ -22,7 +22,6 @@ from app.services.validation import check_lora
 from app.settings import Settings
 from app.stack.config import Options
 from app.stack.terminal import show
-from app.stores.objects import create
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.client import connect
 from app.stores.redis.journal import RedisOpLog
@@ -36,8 +35,7 @@ def import_folder(options: Options, folder: Path, base_model: str, project: str 
     """Imports the folder and prints the checkpoint's path. Raises SetupError when that cannot be done as asked,
     Unavailable when a store is away or no trainer of the base model is up."""
     settings = settings_of(options)
-    check_state_server(settings)
-    objects = create(settings)
+    objects = open_store(settings)
     try:
         with reached(settings):
             owner = _project(settings, objects, project)

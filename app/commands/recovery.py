@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from app.commands.connection import account_service, check_state_server, reached, settings_of, settings_of_store
+from app.commands.connection import account_service, open_store, reached, settings_of, settings_of_store
 from app.errors import BadRequest, SetupError
 from app.services.recovery.backup import backup_lines, check_backup, restore_backup
 from app.services.recovery.rebuild import Rebuild, Restored
@@ -37,8 +37,7 @@ def rebuild(options: Options) -> int:
     """Rebuilds the state server's records. Raises SetupError when a server cannot be reached, Unavailable when one
     fails during the work."""
     settings = settings_of(options)
-    check_state_server(settings)
-    objects = create(settings)
+    objects = open_store(settings)
     state = without_secrets(settings.redis.url)
     show(f"from the object store {name_of(settings)} into the state server {state}")
     with reached(settings):
@@ -121,11 +120,10 @@ def restore(options: Options, file: Path) -> int:
     """Restores a backup. Raises SetupError for a file that is not a complete backup; then nothing has changed. Raises
     Unavailable when a store is away; then the command can be run again."""
     settings = settings_of(options)
-    check_state_server(settings)
-    objects = create(settings)
     try:
         with file.open(encoding="utf-8") as text:
             count = check_backup(text)
+        objects = open_store(settings)
         with file.open(encoding="utf-8") as text:
             restored = restore_backup(text, objects)
     except OSError as error:

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import redis
 
 from app import cli
 from app.commands import connection
@@ -121,3 +122,22 @@ def test_what_is_no_url_of_redis_is_refused(
     said = capsys.readouterr().err
     assert "redis.url: give the URL of a Redis server" in said or "the URL must be of the form redis+sentinel" in said
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("rebuild", "admin org list", "admin org create name", "admin audit project", "admin usage project"),
+        "import folder --base-model base",
+    ],
+)
+def test_a_command_changes_nothing_where_the_object_store_is_not_that_of_the_state_server(
+    command: str, client: redis.Redis, valkey: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers = ["--data-dir", str(tmp_path), "--redis", valkey]
+    assert cli.main(["admin", "org", "create", "first", *servers]) == 0
+    (tmp_path / "objects").rename(tmp_path / "unmounted")
+    keys, _ = sorted(client.keys()), capsys.readouterr()
+    assert cli.main([*command.split(), *servers]) == 2
+    assert "is not the one of the state server" in capsys.readouterr().err
+    assert sorted(client.keys()) == keys and not list(tmp_path.glob("objects/[!.]*"))
