@@ -14,7 +14,9 @@ RETENTION = ("checkpoint_ttl_s", "keep_checkpoints")
 COUNTS = ("live_models", "live_sessions", "storage_bytes", "concurrent_samples", *RETENTION, "capture_days")
 """The limits that are whole numbers."""
 UNCHARGED = ("weight", *RETENTION, "capture_days")
-"""The limits that refuse no call. Those of a key are ignored."""
+"""The limits that refuse no call."""
+OF_PROJECTS = (*UNCHARGED, "monthly_budget")
+"""The limits that a key cannot have."""
 _MAY_BE_0 = ("live_models", "live_sessions", "storage_bytes", "monthly_budget")
 _RANGES = {
     "checkpoint_ttl_s": (SHORTEST_TTL_S, LONGEST_TTL_S),
@@ -45,28 +47,27 @@ class Limits:
     concurrent_samples: int | None = _described(None, "sequences that wait or are being sampled")
     weight: float = _described(
         1.0,
-        "weight of a project when several projects want the same workers, from 0.001 to 1,000; a key's weight is "
-        "ignored",
+        "weight of a project when several projects want the same workers, from 0.001 to 1,000; a key has none",
     )
     checkpoint_ttl_s: int | None = _described(
         None,
         "seconds that a project keeps a checkpoint whose save or copy gave no TTL, from 3,600 (an hour) to 315,360,000 "
-        "(ten years); a key's is ignored",
+        "(ten years); a key has none",
     )
     keep_checkpoints: int | None = _described(
         None,
         "how many checkpoints of each kind a run of the project keeps, from 1 to 1,000, the newest ones. Published "
-        "ones, and those whose owner set a TTL, stay and do not count; a key's is ignored",
+        "ones, and those whose owner set a TTL, stay and do not count; a key has none",
     )
     monthly_budget: float | None = _described(
         None,
         "US dollars that a project may spend in a calendar month (UTC), by [prices]; above it, training and sampling "
-        "get 403. A key's is ignored",
+        "get 403. A key has none",
     )
     capture_days: int | None = _described(
         None,
         "days for which the answers of the project's chats and completions are kept as datums, encrypted, from 1 to "
-        "3,650; no answer is kept without it or without capture_secret; a key's is ignored",
+        "3,650; no answer is kept without it or without capture_secret; a key has none",
     )
 
     def __post_init__(self) -> None:

@@ -155,7 +155,7 @@ class QueueService:
 
 
 def _waiting(state: QueueState) -> dict[str, Any]:
-    """The row of a call that waits. The call at position 1 runs next, or runs already."""
+    """The row of a call that waits. The call at position 1 runs next."""
     position = state.position
     where = {"position": position.before + 1, "estimated_start_s": position.starts_in_s} if position else {}
     return {"state": "waiting" if state.name == ACTIVE.name else state.name, "reason": state.reason, **where}

@@ -66,6 +66,7 @@ def run(command: list[str], stack: Stack, folder: Path) -> str:
     _furnish(folder, stack)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
     environment = {**inherited, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONWARNINGS"] = "error::FutureWarning"  # a documented program uses nothing that the SDK gives up
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout

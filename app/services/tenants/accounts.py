@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from app.domain.accounts import KEY_PREFIX, Account, Caller, Key, Organisation, Project, Role, Scope, User
-from app.domain.limits import Changes, Limits
+from app.domain.limits import OF_PROJECTS, Changes, Limits
 from app.errors import BadRequest, Unavailable
 from app.services.tenants import audit
 from app.services.views import user_urn
@@ -130,9 +130,11 @@ class AccountService:
     ) -> Project | Key:
         """Sets limits of a project or a key; the limits named in `default` return to those of the settings. Raises
         NotFound or BadRequest."""
-        given_up = frozenset(default)
+        given_up, given = frozenset(default), [name for name, value in limits.items() if value is not None]
         if id_.startswith(_PROJECT):
             return self._limited(Project, id_, limits, given_up, by)
+        if wrong := [name for name in OF_PROJECTS if name in given]:
+            raise BadRequest(f"a key has no {', '.join(wrong)}: set it for the key's project")
         return self._limited(Key, id_, limits, given_up, by)
 
     def _limited(self, cls: type[L], id_: str, limits: Changes, default: frozenset[str], by: Caller | None) -> L:

@@ -286,3 +286,11 @@ def test_limits_nothing_could_meet_are_refused(accounts, wrong):
         accounts.set_limits(project.id, wrong)
     with pytest.raises(NotFound):
         accounts.set_limits("project-nobodys", {"live_models": 1})
+
+
+@pytest.mark.parametrize("name", ["weight", "checkpoint_ttl_s", "keep_checkpoints", "capture_days", "monthly_budget"])
+def test_a_limit_of_projects_is_refused_for_a_key(accounts, name):
+    key, _ = make_key(accounts, *member(accounts))
+    with pytest.raises(BadRequest, match=f"a key has no {name}: "):
+        accounts.set_limits(key.id, {name: 3600})
+    assert accounts.set_limits(key.id, {}, default=[name]).limits == {}
