@@ -58,7 +58,7 @@ def _start_ranks(
         command = ["workers.trainer", *sys.argv[1:]]
         sys.exit(multinode.run(hosts, everything, name, command, gpus))
     if trainer.ranks > 1:
-        if gpus:
+        if gpus or gpu_start_locks.visible(os.environ):  # a container's GPUs are not named
             os.environ.setdefault("OMP_NUM_THREADS", str(_threads_each(trainer.ranks * trainer.count)))
         launcher = ["-m", "workers.process.torchrun", "--nproc-per-node", str(trainer.ranks)]
         os.execv(sys.executable, [sys.executable, *launcher, "-m", "workers.trainer", *sys.argv[1:]])

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from app.settings import Settings, TrainerSettings
+from workers import cli
+
 # Python runs it first in every process. A rank ends there; its launcher then ends too.
 RECORD = """
 import json, os, sys
@@ -101,6 +104,15 @@ def test_ranks_share_the_cores_unless_the_user_wants_another_number_of_threads(t
     assert chosen == {"launcher": ["3"], "0": ["3"], "1": ["3"]}
     on_cpus = recorded(tmp_path, "OMP_NUM_THREADS", "trainer.ranks = 2")
     assert on_cpus == {"launcher": [None], "0": ["1"], "1": ["1"]}, "the bits of a CPU depend on the threads"
+
+
+def test_ranks_in_a_container_whose_gpus_no_setting_names_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.gpu_start_locks, "visible", lambda environ: ["0000:01:00.0", "0000:02:00.0"])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(os, "execv", lambda *_: None)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    cli._start_ranks(Settings(), TrainerSettings(ranks=2), "trainer-0", ())
+    assert os.environ["OMP_NUM_THREADS"] == "8"
 
 
 def recorded(folder: Path, names: str, toml: str, *options: str, **environ: str) -> dict[str, list[str | None]]:

@@ -29,7 +29,7 @@ def create(settings: BaseModelSettings, *, full: bool = False) -> SamplerBackend
     gpus = torch.cuda.device_count()
     # The process is bound to its part of the devices (workers/cli.py).
     bound = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if settings.sampler.devices else []
-    check_devices(bound, gpus)
+    check_devices(bound, gpus, settings.sampler.gpus_needed)
     if choose(settings.sampler.backend, gpus, vllm=find_spec("vllm") is not None) == "vllm":
         from workers.backends.sampling.vllm.backend import VllmSampler
 
@@ -51,8 +51,14 @@ def choose(asked: str, gpus: int, *, vllm: bool) -> str:
     return "vllm" if gpus and vllm else "transformers"
 
 
-def check_devices(named: Sequence[str], gpus: int) -> None:
-    """Raises SetupError when a named GPU is missing. `gpus` counts the named GPUs that torch sees."""
+def check_devices(named: Sequence[str], gpus: int, needed: int) -> None:
+    """Raises SetupError when a named GPU is missing, or when a sampler on GPUs has fewer than it needs. `gpus` counts
+    the GPUs that torch sees, of those that are named."""
     if len(named) > gpus:
         seen = f"only {gpus} of them" if gpus else "no GPU"
         raise SetupError(f"sampler.devices is [{', '.join(named)}], but torch sees {seen} here; correct the list")
+    if 0 < gpus < needed:
+        raise SetupError(
+            f"this sampler needs {needed} GPUs, but torch sees only {gpus} here; lower sampler.tensor_parallel, or "
+            "give it more GPUs"
+        )

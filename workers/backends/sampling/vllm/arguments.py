@@ -71,12 +71,13 @@ def adapted(skeleton: Any) -> dict[str, list[str]]:
 
 def adapter_capacity(settings: BaseModelSettings, skeleton: Any, dtype: str) -> int:
     """Returns the number of adapters that stay loaded: `loaded_loras`, or those of `max_rank` that fit in a share of
-    the host memory, but at least `max_loras`. Each of vLLM's worker processes holds them whole."""
+    the host memory, which the base's samplers divide, but at least `max_loras`. Each of vLLM's worker processes holds
+    them whole."""
     sampler, groups = settings.sampler, adapted(skeleton)
     shapes = (shape for group, pairs in lora.shapes(skeleton).items() if groups[group] for shape in pairs.values())
     a_rank = sum((inputs + outputs) * count for inputs, outputs, count in shapes)
     adapter_bytes: int = a_rank * settings.max_rank * getattr(torch, dtype).itemsize * sampler.gpus_needed
-    fit = int(_ADAPTERS_SHARE * usable_bytes()) // adapter_bytes
+    fit = int(_ADAPTERS_SHARE * usable_bytes()) // (adapter_bytes * max(1, sampler.count))
     return max(sampler.max_loras, min(sampler.loaded_loras, fit))
 
 

@@ -43,12 +43,18 @@ def test_a_gpu_without_vllm_gets_transformers_and_one_line_with_the_command_that
 )
 def test_a_gpu_that_is_not_there_is_a_setup_error(gpus, said):
     with pytest.raises(SetupError, match=said):
-        check_devices(("0", "1"), gpus)
+        check_devices(("0", "1"), gpus, 2)
+
+
+def test_fewer_gpus_than_a_sampler_needs_are_a_setup_error_where_none_is_named():
+    with pytest.raises(SetupError, match="needs 2 GPUs, but torch sees only 1 here"):
+        check_devices((), 1, 2)
 
 
 def test_gpus_that_are_there_are_fine_and_none_need_be_named():
-    check_devices(("0", "1"), 2)
-    check_devices((), 0)
+    check_devices(("0", "1"), 2, 2)
+    check_devices((), 4, 2)
+    check_devices((), 0, 2)
 
 
 def test_a_sampler_misses_only_gpus_of_its_own_part_of_the_devices(monkeypatch):

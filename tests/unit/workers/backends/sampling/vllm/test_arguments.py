@@ -77,16 +77,25 @@ def test_likeliest_tokens_beyond_vllms_own_20_are_given(skeleton: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory_mib", "ranks", "kept"), [(10_000, 1, 12), (320, 1, 10), (320, 2, 5), (320, 4, 3), (1, 1, 3)]
+    ("memory_mib", "ranks", "count", "kept"),
+    [
+        (10_000, 1, 1, 12),
+        (320, 1, 1, 10),
+        (320, 2, 1, 5),
+        (320, 1, 2, 5),
+        (320, 1, 0, 10),
+        (320, 4, 1, 3),
+        (1, 1, 1, 3),
+    ],
 )
 def test_no_more_adapters_stay_loaded_than_fit_in_a_quarter_of_the_host_memory(
-    memory_mib: int, ranks: int, kept: int, skeleton: Any, monkeypatch: pytest.MonkeyPatch
+    memory_mib: int, ranks: int, count: int, kept: int, skeleton: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of vLLM's worker processes holds the whole adapter."""
+    """Each of vLLM's worker processes, of all samplers, holds the whole adapter."""
     values = sum(inputs + outputs for pairs in lora.shapes(skeleton).values() for inputs, outputs, _ in pairs.values())
     rank = 8 * MIB // (2 * values)  # an adapter in bf16 has at most 8 MiB
     monkeypatch.setattr(arguments, "usable_bytes", lambda: memory_mib * MIB)
-    sampler = SamplerSettings(max_loras=3, tensor_parallel=ranks)
+    sampler = SamplerSettings(max_loras=3, tensor_parallel=ranks, count=count)
     settings = BaseModelSettings(name="n", path="~/m", sampler=sampler, max_rank=rank)
     assert adapter_capacity(settings, skeleton, "bfloat16") == kept
     monkeypatch.setattr(arguments, "lora_rank", int)  # the rank is beyond vLLM's own
