@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,7 +122,7 @@ def _started(environment: Environment, arguments: list[str], settings: Path | No
 def _await(url: str, server: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline and server.poll() is None:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError), urllib.request.urlopen(url, timeout=10):
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=10):
             return
         time.sleep(0.2)
     raise InstallError(f"nothing answers at {url}; the server's exit code is {server.poll()}")
