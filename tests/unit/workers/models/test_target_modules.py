@@ -164,7 +164,7 @@ def test_peft_puts_a_saved_adapter_on_the_adapters_own_modules_alone(case: str, 
     adapter = lora.new_adapter(model, LoraSpec(rank=2, train_mlp=False, train_unembed=False))
     peft_files.write(adapter, tmp_path, str(base), model)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # PEFT warns of a missing tensor
+        warnings.simplefilter("error", UserWarning)  # PEFT warns of a missing tensor
         adapted = PeftModel.from_pretrained(model, tmp_path)
     found = {path for path, module in adapted.base_model.model.named_modules() if isinstance(module, LoraLayer)}
     assert found == adapter.pairs.keys()
