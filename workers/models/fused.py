@@ -55,6 +55,7 @@ def fuse(model: Any) -> bool:
     Returns False, and changes nothing, if liger-kernel does not know the architecture. So it does, with a line in the
     log, if liger-kernel needs a class of the architecture that another version of transformers had.
     """
+    from liger_kernel.transformers.model import output_classes
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     from transformers.integrations.liger import apply_liger_kernel
 
@@ -71,6 +72,8 @@ def fuse(model: Any) -> bool:
         "cross_entropy": False,
         "fused_linear_cross_entropy": False,
     }
+    # transformers 5.23 has no such class any more. liger-kernel imports it for its cross-entropy, which is off here.
+    vars(output_classes).setdefault("LigerQwen3VLCausalLMOutputWithPast", object)
     module = sys.modules[type(model).__module__]
     before = dict(vars(module))
     try:

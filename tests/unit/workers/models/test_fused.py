@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from liger_kernel.transformers.model import output_classes
 from transformers.integrations import liger
 from transformers.models.qwen3 import modeling_qwen3
 
@@ -58,6 +60,14 @@ def test_without_liger_kernel_there_are_none_and_the_log_says_how_to_install_it(
     assert not fused.usable(torch.device("cuda"))
     assert len(caplog.records) == 1
     assert "pip install liger-kernel" in caplog.text
+
+
+def test_qwen3_vl_has_them_also_if_transformers_lacks_a_class_that_liger_kernel_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(output_classes, "LigerQwen3VLCausalLMOutputWithPast", raising=False)
+    monkeypatch.delitem(sys.modules, "liger_kernel.transformers.model.qwen3_vl", raising=False)
+    assert fused.fuse(architectures.random_model(architectures.config_of("qwen3-vl")))
 
 
 def test_kernels_that_do_not_go_with_the_installed_transformers_leave_the_model_as_it_is(
