@@ -38,6 +38,7 @@ class RunningBatch:
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._model = model
+        self._cache_argument = kv_cache.argument(model)
         self._device = device
         self._rows: list[Row] = []
         self._aside: dict[Row, Columns | None] = {}
@@ -134,9 +135,9 @@ class RunningBatch:
                 input_ids=torch.tensor([[row.tokens[-1]] for row in self._rows], device=self._device),
                 attention_mask=kv_cache.visible(self._starts, width),
                 position_ids=(self._width - self._starts + self._shifts)[:, None],
-                past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{self._cache_argument: self._cache},
             ).logits[:, -1]
         self._width = width
         routes = None if recorder is None else recorder.take(len(self._rows))
@@ -243,7 +244,7 @@ def prefill(model: Any, device: torch.device, jobs: Sequence[Job]) -> Prefilled:
     recorder, routes = jobs[0].recorder, []
     with lora.use(segments(jobs)), routers.use(recorder):
         for begin, end in _pieces(rows, width, first):
-            past: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+            past: dict[str, Any] = {kv_cache.argument(model): cache, "use_cache": True}
             past["attention_mask"] = kv_cache.visible(starts, end)
             keep = end - begin if begin >= first else 1
             if embedded is not None:

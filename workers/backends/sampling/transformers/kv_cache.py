@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -169,6 +170,11 @@ class Part:
     cache: Cache
     rows: list[int]
     to: list[int]
+
+
+def argument(model: Any) -> str:
+    """Returns the argument of the model's forward pass that takes the cache: transformers 5.24 renamed it."""
+    return "cache" if "cache" in signature(type(model).forward).parameters else "past_key_values"
 
 
 def empty(config: Any) -> Cache:

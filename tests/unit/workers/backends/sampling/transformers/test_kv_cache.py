@@ -1,9 +1,37 @@
 from __future__ import annotations
 
+import warnings
+
+import pytest
 import torch
+from torch import nn
 from transformers import Qwen3_5TextConfig, Qwen3Config
 
-from workers.backends.sampling.transformers.kv_cache import Part, arrange, empty, visible
+from tests.parity import architectures
+from workers.backends.sampling.transformers.kv_cache import Part, argument, arrange, empty, visible
+
+
+class Older(nn.Module):
+    def forward(self, input_ids, past_key_values=None, use_cache=None): ...
+
+
+class Newer(nn.Module):
+    def forward(self, input_ids, cache=None, use_cache=None): ...
+
+
+@pytest.mark.parametrize(("model", "name"), [(Older, "past_key_values"), (Newer, "cache")])
+def test_a_model_gets_the_cache_under_the_name_that_its_transformers_has(model, name):
+    assert argument(model()) == name
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3.5", "qwen3-vl"])
+def test_no_model_warns_of_a_deprecated_name(case):
+    model = architectures.random_model(architectures.config_of(case))
+    cache = empty(model.config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        model(input_ids=torch.tensor([[1, 2]]), use_cache=True, **{argument(model): cache})
+    assert cache.get_seq_length() == 2
 
 
 def filled(*columns: list[float]):
