@@ -139,10 +139,15 @@ def test_a_chunk_that_later_chunks_of_its_batch_wait_for_is_admitted(api: Api, l
     assert [api.forward_backward(batch(each, seq)).status_code for each, seq in ((model, 2), (other, 1))] == [200, 403]
 
 
-def test_a_budget_pauses_all_keys_of_its_project(tenant: Tenant, api: Api, limit: Limit) -> None:
+def test_a_budget_is_one_projects_and_a_keys_is_ignored(
+    tenant: Tenant, api: Api, limit: Limit, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spend(api, {"training": 6})
     limit(monthly_budget=6)
     member = replace(api, key=tenant.key("member"))
+    with monkeypatch.context() as earlier:  # which let a key have one
+        earlier.setattr("app.services.tenants.accounts.OF_PROJECTS", ())
+        tenant.accounts.set_limits(member.key.removeprefix("tml-").partition(".")[0], {"monthly_budget": 0})
     assert member.forward_backward(batch(member.model(), 1)).status_code == 200
     tenant.accounts.set_limits(tenant.project, {"monthly_budget": 0})
     api.services.quotas._limits._found.clear()
