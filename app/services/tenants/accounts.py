@@ -130,11 +130,12 @@ class AccountService:
     ) -> Project | Key:
         """Sets limits of a project or a key; the limits named in `default` return to those of the settings. Raises
         NotFound or BadRequest."""
-        given_up, given = frozenset(default), [name for name, value in limits.items() if value is not None]
+        given_up = frozenset(default)
         if id_.startswith(_PROJECT):
             return self._limited(Project, id_, limits, given_up, by)
-        if wrong := [name for name in OF_PROJECTS if name in given]:
-            raise BadRequest(f"a key has no {', '.join(wrong)}: set it for the key's project")
+        key = self._known(Key, id_)
+        if wrong := [name for name in OF_PROJECTS if limits.get(name) is not None]:
+            raise BadRequest(f"a key has no {', '.join(wrong)}: set it for the project {key.project}")
         return self._limited(Key, id_, limits, given_up, by)
 
     def _limited(self, cls: type[L], id_: str, limits: Changes, default: frozenset[str], by: Caller | None) -> L:
