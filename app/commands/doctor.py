@@ -129,25 +129,25 @@ def _torch_fault() -> str:
 def gpus(
     settings: Settings,
     environ: Mapping[str, str] = os.environ,
-    driver: Path = placement.NVIDIA_GPUS,
+    driver: Path = hardware.NVIDIA_GPUS,
     torch_fault: Callable[[], str] = _torch_fault,
 ) -> Findings:
     """Checks that torch can use the GPUs of the driver, and that the workers of the settings have room on them."""
-    models, torch = placement.gpu_models(driver), checks.installed_version("torch")
+    models, torch = tuple(gpu.name for gpu in hardware.nvidia_gpus(driver)), checks.installed_version("torch")
     if not torch:
         yield Finding("GPUs", WARNING, f"{_list(models)}; torch is missing: run `pip install 'tinsmith[train]'`")
-    elif models and placement.torch_is_for_cpus():
+    elif models and hardware.torch_is_for_cpus():
         yield Finding(
             "GPUs",
             WARNING,
             f"{_list(models)}, but torch {torch} is a CPU build, so workers use the CPU; run `pip install torch=="
             f"{torch.partition('+')[0]}`, or `make setup GPU=1` in a checkout",
         )
-    elif models and not placement.hides_all_gpus(environ) and (fault := torch_fault()):
+    elif models and not hardware.hides_all_gpus(environ) and (fault := torch_fault()):
         yield Finding("GPUs", WRONG, f"{_list(models)}; {fault}")
     else:
         yield from _judged("GPUs", [partial(_place, settings, environ, driver)], _use(models, environ))
-        if checks.lacks_vllm(settings, driver.parent / "version"):
+        if checks.lacks_vllm(settings, driver):
             yield Finding("GPUs", WARNING, NO_VLLM)
 
 
@@ -175,7 +175,7 @@ def _use(models: tuple[str, ...], environ: Mapping[str, str]) -> str:
 
 def _place(settings: Settings, environ: Mapping[str, str], driver: Path) -> None:
     placement.check(settings)
-    placement.place(settings, lambda: placement.visible_gpus(environ, driver))
+    placement.place(settings, lambda: hardware.visible_gpus(environ, driver))
 
 
 def _data_folder(given: Settings, running: Settings | None) -> Findings:

@@ -15,7 +15,7 @@ import redis
 
 from app.errors import SetupError
 from app.settings import CUDA_BUILDS, BaseModelSettings, SamplerSettings, Settings, tenants
-from app.stack import placement
+from app.stack import hardware, placement
 from app.stack.memory import gib
 from app.stack.redaction import without_secrets
 from app.stores import objects
@@ -28,7 +28,6 @@ from app.tracing.tracer import NOT_INSTALLED
 _VERSIONS, _BESIDE_WEIGHTS = 3, 2**26
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 _EVERY_INTERFACE = ("0.0.0.0", "::", "")
-_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def everything(settings: Settings) -> None:
@@ -163,11 +162,11 @@ def model_paths(settings: Settings) -> None:
         model_path(base)
 
 
-def lacks_vllm(settings: Settings, driver: Path = _NVIDIA_DRIVER) -> bool:
+def lacks_vllm(settings: Settings, driver: Path = hardware.NVIDIA_GPUS) -> bool:
     """True when a sampler would use vLLM if it were installed: a sampler's backend is auto, and there is an NVIDIA
-    driver."""
+    GPU."""
     wanted = any(section.backend == "auto" for base in settings.base_models for section in _samplers(base))
-    return wanted and driver.exists() and not _has_vllm()
+    return wanted and not _has_vllm() and bool(hardware.nvidia_gpus(driver))
 
 
 def short_of_shared_memory(settings: Settings) -> Iterator[str]:

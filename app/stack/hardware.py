@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from app.stack import placement
+from app.errors import SetupError
 from app.stack.memory import gib, usable_bytes
 from app.stack.terminal import counted
 
 _CPU_FILE = Path("/proc/cpuinfo")
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
-_QUERY = ("nvidia-smi", "--query-gpu=index,memory.total,memory.used", "--format=csv,noheader,nounits")
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+"""The NVIDIA driver's folder, with a folder for each GPU."""
+NVIDIA_SMI = "nvidia-smi"
+_QUERY = ("--query-gpu=index,pci.bus_id,name,memory.total,memory.used", "--format=csv,noheader,nounits")
+_QUERY_S = 30
 # An idle GPU reports some hundred MiB of the driver, and a desktop takes as much.
 _IN_USE = 2**30
 SHARED = 0.45
@@ -24,23 +30,16 @@ SHARED = 0.45
 _MOST_WEIGHTS = 0.6
 
 
-class _Memory(NamedTuple):
-    """Bytes of a GPU's memory, in all and in use."""
-
-    total: int
-    used: int
-
-
-_UNKNOWN = _Memory(0, 0)
-
-
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU by nvidia-smi's number. `memory_bytes` is 0 where nvidia-smi does not report it."""
+    """A GPU by nvidia-smi's number. `memory_bytes` and `used_bytes` are 0 where nvidia-smi does not report them."""
 
     number: int
     name: str
     memory_bytes: int
+    used_bytes: int = 0
+    address: str = ""
+    """On the PCI bus: numbers differ between containers."""
 
     def __str__(self) -> str:
         memory = f", {gib(self.memory_bytes)}" if self.memory_bytes else ""
@@ -73,24 +72,61 @@ class Layout:
     reasons: tuple[str, ...]
 
 
-def find(
-    environ: Mapping[str, str] = os.environ, driver: Path = placement.NVIDIA_GPUS, cpu_file: Path = _CPU_FILE
-) -> Hardware:
-    """Finds the hardware. Raises SetupError as `placement.visible_gpus` does."""
-    numbers = placement.visible_gpus(environ, driver)
-    names = dict(enumerate(placement.gpu_models(driver)))
-    memory = _gpu_memory() if numbers else {}
+def find(environ: Mapping[str, str] = os.environ, driver: Path = NVIDIA_GPUS, cpu_file: Path = _CPU_FILE) -> Hardware:
+    """Finds the hardware. Raises SetupError as `visible_gpus` does."""
+    numbers = visible_gpus(environ, driver)
+    known = {gpu.number: gpu for gpu in nvidia_gpus(driver)} if numbers else {}
     return Hardware(
-        tuple(Gpu(number, names.get(number, "NVIDIA GPU"), memory.get(number, _UNKNOWN).total) for number in numbers),
+        tuple(known.get(number, Gpu(number, "NVIDIA GPU", 0)) for number in numbers),
         len(os.sched_getaffinity(0)),
         usable_bytes(),
         bool(_BF16_FLAGS & set(cpu_file.read_text().split())),
     )
 
 
+def nvidia_gpus(driver: Path = NVIDIA_GPUS) -> tuple[Gpu, ...]:
+    """Returns the GPUs that this process has: those that nvidia-smi lists or, without its answer, those in the driver's
+    folder. In a container that folder may list all of the host's GPUs, and WSL 2 has none."""
+    return _by_nvidia_smi() or tuple(
+        Gpu(number, _model(folder / "information"), 0, address=folder.name)
+        for number, folder in enumerate(sorted(driver.glob("*")))
+    )
+
+
+def visible_gpus(environ: Mapping[str, str], driver: Path = NVIDIA_GPUS) -> tuple[int, ...]:
+    """Returns the numbers of the GPUs that workers may use: those in CUDA_VISIBLE_DEVICES, or else all.
+
+    None beside a CPU build of torch. Raises SetupError for GPUs that have no numbers there.
+    """
+    if torch_is_for_cpus():
+        return ()
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return tuple(gpu.number for gpu in nvidia_gpus(driver))
+    names = [name.strip() for name in listed.split(",")]
+    if any(name.startswith(("GPU-", "MIG-")) for name in names):
+        raise SetupError(
+            f"CUDA_VISIBLE_DEVICES is {listed!r}; list the GPUs by nvidia-smi's numbers there, or name `devices` in "
+            "every section of workers"
+        )
+    return tuple(int(name) for name in names if name.isdigit())
+
+
+def hides_all_gpus(environ: Mapping[str, str]) -> bool:
+    """True if CUDA_VISIBLE_DEVICES names no GPU, such as '' and -1. CUDA ends its list at the first other name."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    first = (listed or "").partition(",")[0].strip()
+    return listed is not None and not (first.isdigit() or first.startswith(("GPU-", "MIG-")))
+
+
+def torch_is_for_cpus() -> bool:
+    """True for a CPU build of torch, which uses no GPU."""
+    return version("torch").endswith("+cpu")
+
+
 def used_bytes() -> dict[int, int]:
     """The bytes of memory that processes use on each GPU where it is 1 GiB or more; none without nvidia-smi."""
-    return {number: memory.used for number, memory in _gpu_memory().items() if memory.used >= _IN_USE}
+    return {gpu.number: gpu.used_bytes for gpu in _by_nvidia_smi() if gpu.used_bytes >= _IN_USE}
 
 
 def emptiest_first(numbers: Sequence[int]) -> tuple[int, ...]:
@@ -138,16 +174,32 @@ def _powers(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length())]
 
 
-def _gpu_memory() -> dict[int, _Memory]:
-    """The memory by GPU; none without nvidia-smi."""
+def _by_nvidia_smi() -> tuple[Gpu, ...]:
+    """The GPUs that nvidia-smi lists; none without its answer."""
     try:
-        output = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=30).stdout
-        rows = [line.split(",") for line in output.splitlines()]
-        return {int(number): _Memory(int(total) * 2**20, _mebibytes(used)) for number, total, used in rows}
+        output = subprocess.run(
+            (NVIDIA_SMI, *_QUERY), capture_output=True, text=True, check=True, timeout=_QUERY_S
+        ).stdout
+        return tuple(map(_of_row, output.splitlines()))
     except (OSError, subprocess.SubprocessError, ValueError):
-        return {}
+        return ()
+
+
+def _of_row(row: str) -> Gpu:
+    number, address, name, total, used = row.split(", ")
+    # The driver's folders have four digits of the PCI domain, nvidia-smi has eight: 00000000:3B:00.0.
+    return Gpu(int(number), name, _mebibytes(total), _mebibytes(used), address.lower()[-len("0000:00:00.0") :])
 
 
 def _mebibytes(text: str) -> int:
     """The bytes of a number of mebibytes, or 0 where nvidia-smi has no number."""
-    return int(text) * 2**20 if text.strip().isdigit() else 0
+    return int(text) * 2**20 if text.isdigit() else 0
+
+
+def _model(information: Path) -> str:
+    """The model in a GPU's file of the driver, such as NVIDIA H100 80GB HBM3."""
+    try:
+        found = re.search(r"^Model:\s*(.+?)\s*$", information.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else "NVIDIA GPU"

@@ -3,11 +3,8 @@ in `devices` of each, or their memory shares leave room on it."""
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import version
-from pathlib import Path
 from typing import NamedTuple
 
 from app.errors import SetupError
@@ -15,8 +12,6 @@ from app.settings import BaseModelSettings, SamplerSettings, Settings, TrainerSe
 from app.settings.gpus import gpus_of_copies
 
 _ROUNDING = 1e-9
-NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
-"""The NVIDIA driver's folder, with a folder for each GPU."""
 
 
 class _Section(NamedTuple):
@@ -90,44 +85,6 @@ def place(settings: Settings, gpus: Callable[[], Sequence[int]]) -> Settings:
         placed[section.base, section.name] = _free(section, allowed, taken)
     bases = [_with_devices(base, placed) for base in settings.base_models]
     return settings.model_copy(update={"base_models": tuple(bases)})
-
-
-def visible_gpus(environ: Mapping[str, str], driver: Path = NVIDIA_GPUS) -> tuple[int, ...]:
-    """Returns the numbers of the GPUs that workers may use: those in CUDA_VISIBLE_DEVICES, or all of the driver's.
-
-    None beside a CPU build of torch. Raises SetupError for GPUs that have no numbers there.
-    """
-    if torch_is_for_cpus():
-        return ()
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        return tuple(range(len(list(driver.glob("*")))))
-    names = [name.strip() for name in listed.split(",")]
-    if any(name.startswith(("GPU-", "MIG-")) for name in names):
-        raise SetupError(
-            f"CUDA_VISIBLE_DEVICES is {listed!r}; list the GPUs by nvidia-smi's numbers there, or name `devices` in "
-            "every section of workers"
-        )
-    return tuple(int(name) for name in names if name.isdigit())
-
-
-def hides_all_gpus(environ: Mapping[str, str]) -> bool:
-    """True if CUDA_VISIBLE_DEVICES names no GPU, such as '' and -1. CUDA ends its list at the first other name."""
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    first = (listed or "").partition(",")[0].strip()
-    return listed is not None and not (first.isdigit() or first.startswith(("GPU-", "MIG-")))
-
-
-def torch_is_for_cpus() -> bool:
-    """True for a CPU build of torch, which uses no GPU."""
-    return version("torch").endswith("+cpu")
-
-
-def gpu_models(driver: Path = NVIDIA_GPUS) -> tuple[str, ...]:
-    """The model of each GPU of the driver, such as NVIDIA H100 80GB HBM3, by nvidia-smi's numbers."""
-    facts = (file.read_text() for file in sorted(driver.glob("*/information")))
-    found = (re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE) for text in facts)
-    return tuple(match[1] if match else "NVIDIA GPU" for match in found)
 
 
 def _sections(settings: Settings) -> Iterator[_Section]:

@@ -110,7 +110,7 @@ def prepare(
     settings: Settings,
     options: Options,
     folder: DataFolder,
-    gpus: Callable[[], Sequence[int]] = lambda: hardware.emptiest_first(placement.visible_gpus(os.environ)),
+    gpus: Callable[[], Sequence[int]] = lambda: hardware.emptiest_first(hardware.visible_gpus(os.environ)),
 ) -> Plan:
     """Completes the settings (model, port, secrets, GPUs, embedded server), checks them and writes them for the
     processes. `gpus` numbers the GPUs that workers may use, and those with the least memory in use come first."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from app.stack import hardware
 from app.stores.redis.client import connect
 from tests.servers import start_valkey
 
@@ -22,6 +23,12 @@ def no_lease_keeper_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     assert "leases" not in {thread.name for thread in set(threading.enumerate()) - before}
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests choose their GPUs, also on a machine that has some."""
+    monkeypatch.setattr(hardware, "NVIDIA_SMI", "no-nvidia-smi")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from app.errors import SetupError
-from app.stack.placement import NVIDIA_GPUS, hides_all_gpus
+from app.stack.hardware import NVIDIA_GPUS, hides_all_gpus, nvidia_gpus
 from workers.backends.failures import ran_out_of_memory
 
 
@@ -30,7 +30,7 @@ def check_gpus(driver: Path = NVIDIA_GPUS) -> None:
     them. Without this check the worker would use the CPU, and nobody would know. A CUDA_VISIBLE_DEVICES that names no
     GPU turns it off."""
     wanted = torch.version.cuda is not None and not hides_all_gpus(os.environ)
-    if not wanted or torch.cuda.is_available() or not any(driver.glob("*")):
+    if not wanted or torch.cuda.is_available() or not nvidia_gpus(driver):
         return
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]

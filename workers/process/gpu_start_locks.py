@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from app.stack.placement import NVIDIA_GPUS, torch_is_for_cpus
+from app.stack.hardware import NVIDIA_GPUS, nvidia_gpus, torch_is_for_cpus
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.1
@@ -48,10 +48,9 @@ def visible(environ: Mapping[str, str], driver: Path = NVIDIA_GPUS) -> list[str]
     """
     if torch_is_for_cpus():
         return []
-    addresses = sorted(folder.name for folder in driver.glob("*"))
+    by_number = {str(gpu.number): gpu.address for gpu in nvidia_gpus(driver)}
     if (listed := environ.get("CUDA_VISIBLE_DEVICES")) is None:
-        return addresses
-    by_number = {str(number): address for number, address in enumerate(addresses)}
+        return list(by_number.values())
     return [by_number.get(name, name) for name in map(str.strip, listed.split(",")) if name]
 
 

@@ -94,7 +94,6 @@ def driver_of(tmp_path: Path, count: int) -> Path:
     for number in range(count):
         (tmp_path / "nvidia" / "gpus" / f"0000:{number:02}:00.0").mkdir(parents=True)
         (tmp_path / "nvidia" / "gpus" / f"0000:{number:02}:00.0" / "information").write_text(_INFORMATION)
-    (tmp_path / "nvidia" / "version").touch()
     return tmp_path / "nvidia" / "gpus"
 
 

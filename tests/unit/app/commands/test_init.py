@@ -11,7 +11,7 @@ import pytest
 
 from app import cli, settings
 from app.demo import model
-from app.stack import config, hardware, placement
+from app.stack import config, hardware
 from app.stack.config import Options
 from app.stack.data_folder import DataFolder
 from app.stack.hardware import Gpu, Hardware
@@ -127,7 +127,7 @@ def test_a_folder_is_served_under_its_name_whatever_that_is(tmp_path: Path, caps
 
 def test_the_server_reads_the_file_and_places_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(hardware, "find", lambda: replace(TWO_GPUS, gpus=TWO_GPUS.gpus[:1]))
-    monkeypatch.setattr(placement, "torch_is_for_cpus", lambda: False)
+    monkeypatch.setattr(hardware, "torch_is_for_cpus", lambda: False)
     tiny_model(tmp_path / "my-model")
     assert cli.main(["init", "--model", "my-model"]) == 0
     options = Options(config=Path("tinsmith.toml"), port=0, data_dir=tmp_path / "data")

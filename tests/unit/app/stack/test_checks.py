@@ -101,10 +101,9 @@ def test_a_gpu_without_vllm_is_noticed_unless_another_sampler_is_asked_for(
     driver, backend, installed_vllm, lacks, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(checks, "installed_version", lambda name: "0.32.0" if installed_vllm else "")
-    file = tmp_path / "version"
-    file.touch() if driver else None
+    (tmp_path / "0000:3b:00.0").mkdir() if driver else None
     settings = Settings(base_models=(base_model(sampler=SamplerSettings(backend=backend)),))
-    assert checks.lacks_vllm(settings, file) is lacks
+    assert checks.lacks_vllm(settings, tmp_path) is lacks
 
 
 def test_full_fine_tunes_without_room_in_shared_memory_are_named_with_the_remedy(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from app.errors import SetupError
 from app.settings import BaseModelSettings, SamplerSettings, Settings, TrainerSettings
 from app.stack import hardware, placement
 from app.stack.hardware import Gpu, Hardware, layout
 
 GIB = 2**30
+H100 = "NVIDIA H100 80GB HBM3"
 
 
 @pytest.fixture
@@ -19,14 +21,18 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for number in range(2):
         gpu = tmp_path / "gpus" / f"0000:{number}:00.0"
         gpu.mkdir(parents=True)
-        (gpu / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 150\n")
-    smi = tmp_path / "bin" / "nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text("#!/bin/sh\necho 0, 81559, 40000\necho 1, 40960, 500\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", str(smi.parent))
-    monkeypatch.setattr(placement, "torch_is_for_cpus", lambda: False)
+        (gpu / "information").write_text(f"Model: \t\t {H100}\nIRQ:   \t\t 150\n")
+    answers(tmp_path / "gpus", f"0, 00000000:00:00.0, {H100}, 81559, 40000", f"1, 00000000:3B:00.0, {H100}, 40960, 500")
+    monkeypatch.setattr(hardware, "NVIDIA_SMI", str(tmp_path / "nvidia-smi"))
+    monkeypatch.setattr(hardware, "torch_is_for_cpus", lambda: False)
     return tmp_path / "gpus"
+
+
+def answers(driver: Path, *rows: str, code: int = 0) -> None:
+    """Makes nvidia-smi print these rows."""
+    smi = driver.parent / "nvidia-smi"
+    smi.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows) + f"exit {code}\n")
+    smi.chmod(0o755)
 
 
 def gpus(count: int, gib: int = 80) -> Hardware:
@@ -54,11 +60,20 @@ def test_gpus_have_the_memory_that_nvidia_smi_tells(driver: Path):
     assert [gpu.number for gpu in hardware.find({"CUDA_VISIBLE_DEVICES": "1"}, driver).gpus] == [1]
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo Failed to initialize NVML"])
-def test_gpus_without_an_answer_of_nvidia_smi_have_no_memory_known(driver: Path, script: str):
-    (driver.parent / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+def test_a_container_has_the_gpus_that_nvidia_smi_lists_whatever_the_drivers_folder_has(driver: Path):
+    answers(driver, f"0, 00000000:3B:00.0, {H100}, 81559, 4")
+    assert hardware.visible_gpus({}, driver) == (0,), "by CDI: the folder has all GPUs of the host"
+    assert [gpu.address for gpu in hardware.nvidia_gpus(driver)] == ["0000:3b:00.0"]
+    answers(driver, "0, 00000000:01:00.0, NVIDIA GeForce RTX 4090, 24564, 900")
+    found = hardware.find({}, driver / "no folder")
+    assert found.lines() == ["GPU 0: NVIDIA GeForce RTX 4090, 24.0 GiB"], "WSL 2"
+
+
+@pytest.mark.parametrize(("rows", "code"), [((), 9), (("Failed to initialize NVML",), 0), ((f"0, 1, {H100}",), 0)])
+def test_gpus_without_an_answer_of_nvidia_smi_have_no_memory_known(driver: Path, rows: tuple[str, ...], code: int):
+    answers(driver, *rows, code=code)
     assert hardware.find({}, driver).lines()[0] == "GPU 0: NVIDIA H100 80GB HBM3"
-    (driver.parent / "bin" / "nvidia-smi").unlink()
+    (driver.parent / "nvidia-smi").unlink()
     found = hardware.find({"CUDA_VISIBLE_DEVICES": "0"}, driver)
     assert found.lines() == ["GPU 0: NVIDIA H100 80GB HBM3"]
     assert layout(found, 400 * GIB).reasons == ("Trainer and sampler share the GPU.",)
@@ -67,11 +82,38 @@ def test_gpus_without_an_answer_of_nvidia_smi_have_no_memory_known(driver: Path,
 def test_gpus_that_other_programs_use_come_last(driver: Path):
     assert hardware.emptiest_first((0, 1)) == (1, 0)
     assert hardware.used_bytes() == {0: 40000 * 2**20}, "some hundred MiB are the driver's own"
-    smi = driver.parent / "bin" / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '0, 81559, [N/A]'\n")
+    answers(driver, f"0, 00000000:3B:00.0, {H100}, 81559, [N/A]")
     assert hardware.emptiest_first((1, 0)) == (1, 0) and hardware.find({}, driver).gpus[0].memory_bytes
-    smi.unlink()
+    (driver.parent / "nvidia-smi").unlink()
     assert hardware.emptiest_first((3, 1)) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("listed", "torch", "found"),
+    [
+        (None, "2.11.0", (0, 1, 2)),
+        ("5, 2", "2.11.0+cu128", (5, 2)),
+        ("", "2.11.0", ()),
+        ("-1", "2.11.0", ()),
+        (None, "2.11.0+cpu", ()),
+    ],
+)
+def test_the_gpus_are_those_of_the_driver_or_of_the_environment_unless_torch_is_a_cpu_build(
+    listed: str | None, torch: str, found: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "version", {"torch": torch}.__getitem__)
+    for address in ("0000:19:00.0", "0000:3b:00.0", "0000:4c:00.0"):
+        (tmp_path / address).mkdir()
+    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert hardware.visible_gpus(environ, tmp_path) == found
+    assert hardware.visible_gpus({}, tmp_path / "no driver") == ()
+
+
+@pytest.mark.parametrize("name", ["GPU-8932f937", "MIG-8932f937"])
+def test_gpus_without_numbers_are_a_setup_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "version", lambda _: "2.11.0")
+    with pytest.raises(SetupError, match=rf"CUDA_VISIBLE_DEVICES is '{name}'; list the GPUs by nvidia-smi's numbers"):
+        hardware.visible_gpus({"CUDA_VISIBLE_DEVICES": name})
 
 
 @pytest.mark.parametrize(("flags", "said"), [("sse2 avx512_bf16", "with "), ("amx_bf16", "with "), ("fma", "without ")])

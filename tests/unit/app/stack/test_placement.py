@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.errors import SetupError
 from app.settings import BaseModelSettings, SamplerSettings, Settings, TrainerSettings
-from app.stack import placement
-from app.stack.placement import check, place, visible_gpus
+from app.stack.placement import check, place
 
 
 def base_model(name: str = "small", **sections: Any) -> BaseModelSettings:
@@ -157,37 +155,6 @@ def test_without_a_gpu_nothing_is_placed_and_nobody_counts_them_where_all_are_na
     assert place(settings(), list) == settings()
     named = settings(trainer=TrainerSettings(devices=(0,)), sampler=SamplerSettings(devices=(1,)))
     assert place(named, lambda: pytest.fail("counted")) == named
-
-
-# Counting.
-
-
-@pytest.mark.parametrize(
-    ("listed", "torch", "gpus"),
-    [
-        (None, "2.11.0", (0, 1, 2)),
-        ("5, 2", "2.11.0+cu128", (5, 2)),
-        ("", "2.11.0", ()),
-        ("-1", "2.11.0", ()),
-        (None, "2.11.0+cpu", ()),
-    ],
-)
-def test_the_gpus_are_those_of_the_driver_or_of_the_environment_unless_torch_is_a_cpu_build(
-    listed: str | None, torch: str, gpus: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(placement, "version", {"torch": torch}.__getitem__)
-    for address in ("0000:19:00.0", "0000:3b:00.0", "0000:4c:00.0"):
-        (tmp_path / address).mkdir()
-    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    assert visible_gpus(environ, tmp_path) == gpus
-    assert visible_gpus({}, tmp_path / "no driver") == ()
-
-
-@pytest.mark.parametrize("name", ["GPU-8932f937", "MIG-8932f937"])
-def test_gpus_without_numbers_are_a_setup_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "version", lambda _: "2.11.0")
-    with pytest.raises(SetupError, match=rf"CUDA_VISIBLE_DEVICES is '{name}'; list the GPUs by nvidia-smi's numbers"):
-        visible_gpus({"CUDA_VISIBLE_DEVICES": name})
 
 
 # A sampler that takes turns with its trainer.
