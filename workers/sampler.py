@@ -1,4 +1,4 @@
-"""`python -m workers.sampler --base NAME --name NAME [--full]`: starts one sampler."""
+"""`python -m workers.sampler --base NAME --name NAME [--copy N] [--full]`: starts one sampler."""
 
 from __future__ import annotations
 

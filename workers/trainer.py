@@ -1,4 +1,4 @@
-"""`python -m workers.trainer --base NAME --name NAME [--full]`: starts one trainer with any number of ranks."""
+"""`python -m workers.trainer --base NAME --name NAME [--copy N] [--full]`: starts a trainer with its ranks."""
 
 from __future__ import annotations
 

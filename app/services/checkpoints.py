@@ -48,7 +48,8 @@ _COPIED_PREFIX = "copied_prefix"
 
 
 class CheckpointService:
-    """Reads and changes checkpoint records. Workers write the files; this class only deletes them."""
+    """Reads and changes checkpoint records. Workers write the files; this class only deletes them. A method that
+    changes something also raises Forbidden for a viewer, and the errors of QuotaService."""
 
     def __init__(self, records: RedisRecords, objects: ObjectStore, quotas: QuotaService, pins: Pins) -> None:
         self._records = records
@@ -180,7 +181,8 @@ class CopyService:
         """Copies a checkpoint, and returns the copy's path; a repeat under the same `key` returns the same path, also
         when the source is gone. `token`: as in Sources.
 
-        Raises NotFound (checkpoint, project, session) or BadRequest.
+        Raises NotFound (checkpoint, project, session), BadRequest, Forbidden for a viewer, and the errors of
+        QuotaService.
         """
         path = ids.TinkerPath.parse(asked["source_path"])
         check_ttl(asked["ttl_seconds"])

@@ -53,7 +53,7 @@ from app.stores.redis.types import Record
 
 class ModelService:
     """Creates, describes, unloads and deletes models. A model is registered together with its seq 0, so its record
-    always matches that call."""
+    always matches that call. A method that changes something also raises Forbidden for a viewer."""
 
     def __init__(
         self,

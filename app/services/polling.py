@@ -137,7 +137,7 @@ class BatchPollService:
         """The completions after `prev_cursor`, once there is one or the hold time is over, and the next cursor; None if
         the poll was suspended.
 
-        Raises NotFound (sampler) or Unauthorized.
+        Raises NotFound (sampler), Forbidden for a viewer, or Unauthorized.
         """
         sampler_id = asked["target"]["sampling_session_id"]
         target = ids.poll_target(sampler_id, asked["target"]["cloned_sampler_id"])

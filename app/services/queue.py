@@ -175,7 +175,7 @@ ACTIVE = QueueState("active")
 
 
 class QueueStates:
-    """Computes the queue state of pending futures. It is used only when a long poll times out, and 2,000 polls may do
+    """Computes the queue state of pending futures. It is used only when a long poll times out, and 5,000 polls may do
     so within seconds. So one snapshot serves all polls for a moment, and the worker role that a future needs is cached,
     because it never changes."""
 

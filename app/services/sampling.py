@@ -45,7 +45,8 @@ limits.json_values allows only a fourth as many target ids by default, since the
 
 class SamplingService:
     """Creates samplers and admits sampling requests. A sampler names immutable weights, so its requests need no order
-    and can safely run again."""
+    and can safely run again. A method that changes something also raises Forbidden for a viewer, and the errors of
+    QuotaService."""
 
     def __init__(
         self,

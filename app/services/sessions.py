@@ -50,7 +50,8 @@ _SLICE = 100
 
 
 class SessionService:
-    """Creates, keeps alive, finishes, describes and moves sessions. A session is visible only from its project."""
+    """Creates, keeps alive, finishes, describes and moves sessions. A session is visible only from its project.
+    A method that changes something also raises Forbidden for a viewer, and the errors of QuotaService."""
 
     def __init__(
         self,

@@ -204,7 +204,7 @@ MOST_LOSS_BYTES = 16 * 2**20
 
 class CustomLossService:
     """Stores custom losses. A loss never changes: its id consists of the session and the number that the client gave
-    it."""
+    it. `create` also raises Forbidden for a viewer, and the errors of QuotaService."""
 
     def __init__(self, records: RedisRecords, quotas: QuotaService) -> None:
         self._records, self._quotas = records, quotas

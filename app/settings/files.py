@@ -33,9 +33,10 @@ SECRET_VARIABLES = (*_IN_SECTIONS, *_AT_THE_TOP, *_KEYS)
 """The variables that override a config file."""
 
 
-def hash_key(api_key: str) -> str:
-    """The sha256 digest of a key. Keys hold 256 random bits, so a plain sha256 is enough for storage."""
-    return hashlib.sha256(api_key.encode()).hexdigest()
+def hash_key(secret: str) -> str:
+    """The sha256 digest of a key, or of the secret part of one. These have 256 random bits, so a plain sha256 is enough
+    at rest."""
+    return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def checked_key(key: str, source: str) -> str:

@@ -15,7 +15,6 @@ from app.domain.accounts import Key, Organisation, Project, User
 from app.domain.checkpoints import CheckpointPrefix, FileEntry, Manifest
 from app.domain.ops import LoraSpec
 from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, ShmTransfer, Worker
-from app.services.tenants.accounts import hash_secret
 from app.settings import Settings, hash_key
 from app.signing import UrlSigner
 from app.stores.objects import notes
@@ -72,7 +71,7 @@ def _ids() -> dict[str, Any]:
         "path": [str(path), path.model_id, path.kind, path.name, path.checkpoint_id],
         "checkpoint kinds": list(ids.CHECKPOINT_KINDS),
         "key of the settings": hash_key("tml-secret"),
-        "secret of a key": hash_secret("secret"),
+        "secret of a key": hash_key("secret"),
         "signed url": UrlSigner("secret", "http://host:8000/").url("objects/a b/c", 1_700_000_000),
     }
 

@@ -153,8 +153,8 @@ def check_weights(settings: BaseModelSettings) -> None:
 
 
 def _weight_files(folder: Path) -> set[str]:
-    index = folder / "model.safetensors.index.json"
-    return set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    index = folder / packed.INDEX
+    return set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {packed.WHOLE}
 
 
 def _quantizer(settings: BaseModelSettings, dtype: torch.dtype, device: torch.device, split: Split | None) -> Any:

@@ -1,6 +1,7 @@
 """`python -m workers.models.report SOURCE`: prints the parts of a base model that LoRA adapters cover, as JSON.
 
-SOURCE is a folder or a hub id. Only its config is read, and the model has no weights (the meta device).
+SOURCE is a folder or a hub id. The model has no weights (the meta device): its config is read, and of a folder the
+headers of its weight files.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class UploadService:
 
     def finish(self, caller: Caller, upload_id: str) -> str:
         """Checks the files, makes them a checkpoint, and returns its path; a repeat returns the same path. Raises
-        NotFound (upload), BadRequest, LimitReached, TooManyRequests or Unavailable."""
+        NotFound (upload), BadRequest, Forbidden for a viewer, LimitReached, TooManyRequests or Unavailable."""
         upload = load_owned(self.records, Upload, upload_id, caller)
         if not upload.finished:
             self.quotas.take(caller, upload.owner)

@@ -29,11 +29,11 @@ _LONGEST_ID = 512
 _SLICE = 100
 
 
-def load_owned(records: RedisRecords, cls: type[Owned], key: str, caller: Caller, role: Role = "member") -> Owned:
+def load_owned(records: RedisRecords, cls: type[Owned], key: str, caller: Caller) -> Owned:
     """A record that the caller is about to change or to use up. Raises NotFound as `load_readable` does, and Forbidden
-    if the caller may see the record but has a role below `role` in its project."""
+    if the caller is only a viewer of its project."""
     found = load_readable(records, cls, key, caller)
-    check_role(caller, found.owner, role)
+    check_role(caller, found.owner)
     return found
 
 

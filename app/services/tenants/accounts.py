@@ -7,7 +7,6 @@ at once, even while the object store is away. In that case the call fails and mu
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import secrets
@@ -22,6 +21,7 @@ from app.domain.limits import OF_PROJECTS, Changes, Limits
 from app.errors import BadRequest, Unavailable
 from app.services.tenants import audit
 from app.services.views import user_urn
+from app.settings import hash_key
 from app.stores.objects.accounts import AccountFiles
 from app.stores.redis.records import RedisRecords, dump, load
 
@@ -112,7 +112,7 @@ class AccountService:
             raise BadRequest(f"user {user} is not in project {project}: give the user a role there first")
         id_, secret, now = secrets.token_hex(_ID_BYTES), secrets.token_urlsafe(_SECRET_BYTES), self._records.now()
         expires_at = None if lifetime_s is None else now + lifetime_s
-        digest = hash_secret(secret)
+        digest = hash_key(secret)
         key = Key(id_, user, project, digest, sorted(scopes), name, note, now, expires_at, only_project=only_project)
         audit.note(self._records, by, project, "key_create", {"subject": user_urn(user), "subject_key_id": id_})
         return self._added(key), f"{KEY_PREFIX}{id_}.{secret}"
@@ -197,11 +197,6 @@ class AccountService:
 
 def _project_of(account: Project | Key) -> str:
     return account.project if isinstance(account, Key) else account.id
-
-
-def hash_secret(secret: str) -> str:
-    """The secret's digest. The secret has 256 random bits, so a plain sha256 is enough at rest."""
-    return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def _new_id(prefix: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from app.domain.accounts import KEY_PREFIX, Caller, Key, Organisation, User
 from app.errors import Forbidden, InvalidToken, NotFound, Unauthorized
-from app.services.tenants.accounts import AccountService, hash_secret
+from app.services.tenants.accounts import AccountService
 from app.services.views import user_urn
 from app.settings import hash_key
 from app.stores.redis.records import RedisRecords
@@ -92,7 +92,7 @@ class Authenticator:
         """The caller of a key, by its id and secret. Only a client that knows the secret learns the reason of a
         rejection."""
         found = self._find(id_)
-        if not hmac.compare_digest(hash_secret(secret), found[0].digest if found else "") or found is None:
+        if not hmac.compare_digest(hash_key(secret), found[0].digest if found else "") or found is None:
             raise Unauthorized(_UNKNOWN)
         return self._holder_of(*found)
 

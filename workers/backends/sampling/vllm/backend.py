@@ -108,7 +108,7 @@ class VllmSampler:
             # The prefix cache held a row that the request needs.
             samples = self._run(adapter, request, handle, read_cache=False)
         sequences = [sample.sequence() for sample in samples]
-        return token_sampler.output(request, sequences, samples[0].scores, samples[0].cached_tokens)
+        return token_sampler.output(request, sequences, samples[0].scores, handle.cached_tokens)
 
     def sleep(self) -> None:
         """Moves the weights to host memory and drops the cache, once no request runs. Nothing but `wake` and `close`

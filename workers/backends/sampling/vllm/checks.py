@@ -151,6 +151,7 @@ def _is_stray(package: str) -> bool:
     PyPI's Linux builds for CUDA have no local version; a CPU build says +cpu.
     """
     try:
-        return not version(package).endswith("+cpu")
+        found = version(package)
+        return bool(found) and not found.endswith("+cpu")  # None without METADATA, as after an install that broke off
     except PackageNotFoundError:
         return False

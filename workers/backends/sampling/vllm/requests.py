@@ -87,7 +87,6 @@ class Sample:
         self._logprobs: list[np.ndarray] = []
         self._stopped = False
         self.scores: np.ndarray | None = None
-        self.cached_tokens = 0
 
     def add(self, result: Any) -> None:
         """Adds a RequestOutput. Raises UserOpError where logits were not finite, and ServerOpError if vLLM gave the
@@ -103,7 +102,6 @@ class Sample:
         self._ids.append(ids)
         self._logprobs.append(logprobs)
         self._stopped = piece.finish_reason == "stop"
-        self.cached_tokens = result.num_cached_tokens or 0
         if result.prompt_token_id_logprobs is not None:
             self.scores = result.prompt_token_id_logprobs
         if self._on_tokens is not None and self._limit:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from workers.backends.training.losses.formulas import (
     LossFn,
-    LossValue,
     cispo,
     cross_entropy,
     dro,
@@ -29,4 +28,4 @@ LOSS_FNS: Mapping[str, LossFn] = {
     "ppo_critic": ppo_critic,
 }
 
-__all__ = ["LOSS_FNS", "LossFn", "LossValue"]
+__all__ = ["LOSS_FNS", "LossFn"]

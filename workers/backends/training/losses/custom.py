@@ -1,8 +1,8 @@
 """Runs custom losses: a client's graph, datum by datum on the CPU, through a fixed table of operations.
 
-It equals `run_loss_handle` and `backward` in the SDK (tinker 0.38, lib/public_interfaces/custom_loss.py), which
-call the traced function once a datum and add up the losses. There is no eval here: each call is looked up in a fixed
-table.
+It equals what the SDK does (tinker 0.38, `run_loss_handle` in lib/public_interfaces/custom_loss.py, and `backward` in
+training_client.py): it calls the traced function once a datum and adds up the losses. There is no eval here: each call
+is looked up in a fixed table.
 
 The table holds a function for each name of app/domain/losses.py, built from our own names alone.
 """
@@ -251,16 +251,7 @@ def _positions(key: Any) -> tuple[Any, ...]:
     return torch.nonzero(key, as_tuple=True)
 
 
-_ATTRIBUTES: Mapping[str, Function] = {
-    "T": lambda value: value.T,
-    "device": lambda value: value.device,
-    "dtype": lambda value: value.dtype,
-    "indices": lambda value: value.indices,
-    "mT": lambda value: value.mT,
-    "ndim": lambda value: value.ndim,
-    "shape": lambda value: value.shape,
-    "values": lambda value: value.values,
-}
+_ATTRIBUTES: Mapping[str, Function] = {name: operator.attrgetter(name) for name in losses.ATTRIBUTES}
 
 
 def _attribute(value: Any, name: str) -> Any:

@@ -51,6 +51,7 @@ def test_a_cuda_build_beside_a_cpu_torch_is_refused_with_the_remedy(package, tmp
 
 def test_a_cpu_build_beside_it_is_fine(tmp_path, monkeypatch):
     install(tmp_path, "torchvision", "0.28.0+cpu")
+    (tmp_path / "torchaudio-2.13.0.dist-info").mkdir()  # as after an install that broke off
     monkeypatch.syspath_prepend(tmp_path)
     check_install()
 
