@@ -44,6 +44,12 @@ def check_gpus(driver: Path = NVIDIA_GPUS) -> None:
     )
 
 
+def have_bfloat16() -> bool:
+    """Returns whether all GPUs that torch sees compute in bfloat16 (compute capability 8.0, Ampere). Older ones emulate
+    it."""
+    return all(torch.cuda.get_device_capability(gpu) >= (8, 0) for gpu in range(torch.cuda.device_count()))
+
+
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Returns a CPU tensor on `device`, the same tensor if that is the CPU. The host does not wait for the copy: a GPU
     may be busy with a whole pass."""

@@ -11,14 +11,19 @@ import torch
 
 from app.errors import SetupError
 from app.settings import NO_VLLM, BaseModelSettings
-from workers.backends.devices import check_gpus
+from workers.backends.devices import check_gpus, have_bfloat16
 from workers.backends.sampling.base import SamplerBackend
 
 log = logging.getLogger(__name__)
+_NO_BFLOAT16 = (
+    "a GPU of compute capability below 8.0 does not compute in bfloat16, in which vLLM would sample, so the slower "
+    "transformers sampler is used"
+)
 
 
 def create(settings: BaseModelSettings, *, full: bool = False) -> SamplerBackend:
-    """Makes the backend the settings ask for; "auto" is vLLM with a GPU and vLLM installed, else transformers.
+    """Makes the backend the settings ask for; "auto" is vLLM if it is installed and the GPUs compute in bfloat16, else
+    transformers.
 
     `full`: it loads all weights of a model, one model at a time, in the place of the base's weights.
 
@@ -30,7 +35,8 @@ def create(settings: BaseModelSettings, *, full: bool = False) -> SamplerBackend
     # The process is bound to its part of the devices (workers/cli.py).
     bound = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if settings.sampler.devices else []
     check_devices(bound, gpus, settings.sampler.gpus_needed)
-    if choose(settings.sampler.backend, gpus, vllm=find_spec("vllm") is not None) == "vllm":
+    vllm = find_spec("vllm") is not None
+    if choose(settings.sampler.backend, gpus, vllm=vllm, bfloat16=have_bfloat16()) == "vllm":
         from workers.backends.sampling.vllm.backend import VllmSampler
 
         return VllmSampler(settings, full=full)
@@ -39,16 +45,18 @@ def create(settings: BaseModelSettings, *, full: bool = False) -> SamplerBackend
     return TransformersSampler(settings, full=full)
 
 
-def choose(asked: str, gpus: int, *, vllm: bool) -> str:
-    """Returns the backend for a machine with `gpus` GPUs, with or without vLLM.
+def choose(asked: str, gpus: int, *, vllm: bool, bfloat16: bool) -> str:
+    """Returns the backend for a machine with `gpus` GPUs, with or without vLLM, whose GPUs compute in bfloat16 or not.
 
-    Logs a warning when there is a GPU but no vLLM to use it.
+    Logs a warning when there is a GPU that vLLM does not use.
     """
     if asked != "auto":
         return asked
-    if gpus and not vllm:
-        log.warning(NO_VLLM)
-    return "vllm" if gpus and vllm else "transformers"
+    if gpus and vllm and bfloat16:
+        return "vllm"
+    if gpus:
+        log.warning(_NO_BFLOAT16 if vllm else NO_VLLM)
+    return "transformers"
 
 
 def check_devices(named: Sequence[str], gpus: int, needed: int) -> None:

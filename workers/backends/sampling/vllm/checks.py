@@ -11,6 +11,7 @@ from torch import nn
 
 from app.errors import SetupError, UnservableModel
 from app.settings import CUDA_BUILDS, BaseModelSettings
+from workers.backends.devices import have_bfloat16
 from workers.models import target_modules
 
 
@@ -89,11 +90,19 @@ def check_head_sizes(settings: BaseModelSettings, skeleton: nn.Module) -> None:
 
 
 def check_dtype(settings: BaseModelSettings, engine_args: dict[str, Any]) -> None:
-    """Raises UnservableModel for adapters on a float32 base on a GPU; vLLM 0.32 dies as it measures its memory there.
+    """Raises UnservableModel for adapters on a float32 base on a GPU, where vLLM 0.32 dies as it measures its memory,
+    and for bfloat16 on an older GPU, which vLLM refuses.
 
     Its Triton kernels for adapters take 16-bit inputs alone, and that pass has adapters.
     """
-    if torch.cuda.is_available() and engine_args.get("enable_lora") and engine_args["dtype"] == "float32":
+    if not torch.cuda.is_available():
+        return
+    if engine_args["dtype"] == "bfloat16" and not have_bfloat16():
+        raise UnservableModel(
+            f"base model {settings.name!r} has dtype bfloat16, in which vLLM runs on no GPU of compute capability "
+            "below 8.0: set sampler.backend to transformers"
+        )
+    if engine_args.get("enable_lora") and engine_args["dtype"] == "float32":
         raise UnservableModel(
             f"base model {settings.name!r} has dtype float32, in which vLLM runs no adapters on a GPU: set dtype to "
             "auto or bfloat16, or sampler.backend to transformers"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -22,6 +23,7 @@ from workers.models.loading.source import local_path
 
 T = TypeVar("T")
 _AGAIN_S = 0.02
+_LONGEST_FOLDER = 107 - 37
 
 
 class EngineThread:
@@ -182,6 +184,9 @@ def set_environment(settings: BaseModelSettings) -> None:
     os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(Path(__file__).with_name("vllm_logging.json")))
     # A forked child of a process with threads can hang.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    # The path of a socket has at most 107 characters, of which vLLM's name for it takes 37.
+    if len(tempfile.gettempdir()) > _LONGEST_FOLDER:
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", "/tmp")
     # FlashInfer's sampler serves no seeded request, and all of ours are seeded. vLLM 0.32 runs it at the start all the
     # same, to measure its memory, and FlashInfer then compiles it with nvcc, which not every machine has.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")

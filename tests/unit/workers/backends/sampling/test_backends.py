@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from app.errors import SetupError
 from app.settings import BaseModelSettings, SamplerSettings
@@ -27,14 +28,22 @@ def test_the_sampler_is_the_one_the_settings_name_and_auto_means_transformers_on
     ],
 )
 def test_auto_is_vllm_on_a_gpu_where_it_is_installed(asked, gpus, vllm, backend, caplog):
-    assert choose(asked, gpus, vllm=vllm) == backend
+    assert choose(asked, gpus, vllm=vllm, bfloat16=True) == backend
     assert caplog.messages == []
 
 
 def test_a_gpu_without_vllm_gets_transformers_and_one_line_with_the_command_that_installs_it(caplog):
-    assert choose("auto", 2, vllm=False) == "transformers"
+    assert choose("auto", 2, vllm=False, bfloat16=True) == "transformers"
     [line] = caplog.messages
     assert 'pip install "tinsmith[vllm]"' in line and "make setup GPU=1" in line
+
+
+def test_a_gpu_that_does_not_compute_in_bfloat16_gets_transformers_and_one_line(caplog, monkeypatch):
+    for name, found in {"is_available": True, "device_count": 2, "get_device_capability": (7, 5)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, found=found: found)
+    assert type(create(settings("auto"))).__name__ == "TransformersSampler"
+    [line] = caplog.messages
+    assert line.startswith("a GPU of compute capability below 8.0 does not compute in bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -70,6 +71,14 @@ def test_a_vllm_that_cannot_be_imported_is_a_setup_error_that_names_the_cause(tm
     checks.check_install()
     with pytest.raises(SetupError, match=r"vLLM is installed but cannot be imported: libcudart\.so\.99: cannot open"):
         checks.check_import()
+
+
+@pytest.mark.parametrize(("length", "set_to"), [(70, None), (71, "/tmp")])
+def test_vllms_sockets_have_names_that_fit_in_whatever_folder_is_for_temporary_files(length, set_to, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * (length - 1))
+    monkeypatch.setattr(os, "environ", {})
+    set_environment(BaseModelSettings(name="n", path="~/m"))
+    assert os.environ.get("VLLM_RPC_BASE_PATH") == set_to
 
 
 @pytest.mark.parametrize("own", [None, "1"])
@@ -202,16 +211,24 @@ def test_such_a_model_ends_the_sampler_at_its_start(case: str, said: str, tmp_pa
 @pytest.mark.parametrize(
     ("gpu", "dtype", "full", "said"),
     [
-        (True, "float32", False, r"'n' has dtype float32.* set dtype to auto or bfloat16, or sampler\.backend"),
-        (True, "float32", True, None),
-        (True, "bfloat16", False, None),
-        (False, "float32", False, None),
+        ((9, 0), "float32", False, r"'n' has dtype float32.* set dtype to auto or bfloat16, or sampler\.backend"),
+        ((9, 0), "float32", True, None),
+        ((8, 0), "bfloat16", False, None),
+        ((7, 5), "bfloat16", True, r"'n' has dtype bfloat16.* below 8.0: set sampler\.backend to transformers"),
+        (None, "float32", False, None),
     ],
 )
-def test_float32_is_refused_on_a_gpu_where_adapters_are_served(
-    gpu: bool, dtype: str, full: bool, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_dtype_that_vllm_does_not_run_on_the_gpu_is_refused(
+    gpu: tuple[int, int] | None,
+    dtype: str,
+    full: bool,
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(gpu is not None))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: gpu)
     settings = BaseModelSettings(name="n", path=str(tiny_qwen3(tmp_path)))
     arguments = engine_args(settings, base_model.skeleton(settings), 100, dtype, full=full)
     with pytest.raises(UnservableModel, match=said) if said else nullcontext():
