@@ -112,9 +112,16 @@ class World:
 
     def outlast(self, request_id: str) -> None:
         """Every missing worker that began the Op has been missing for the time of a lease."""
-        former = json.loads(self.client.hget(keys.op(request_id), "former") or "{}")
+        self._outlast(keys.op(request_id))
+
+    def outlast_restore(self) -> None:
+        """Every missing worker that began to restore the model has been missing for the time of a lease."""
+        self._outlast(f"tinsmith:restore:{MODEL}")
+
+    def _outlast(self, key: str) -> None:
+        former = json.loads(self.client.hget(key, "former") or "{}")
         former = {worker: min(since, 1) for worker, since in former.items()}
-        self.client.hset(keys.op(request_id), "former", json.dumps(former))
+        self.client.hset(key, "former", json.dumps(former))
 
     def await_snapshot(self, seq: int) -> None:
         """Waits until the durable snapshot is at `seq`."""

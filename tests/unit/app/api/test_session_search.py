@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from tinker.types.session_search_response import SessionSearchResponse
 
 from app.api.sessions import SearchSessions
 from app.domain.accounts import Caller
+from app.domain.records import Session
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import Api
 from tests.unit.app.tenant import Tenant
@@ -121,10 +123,17 @@ def test_a_stranger_finds_nothing_and_names_no_project_of_others(api: Api, stran
     assert found(api, project_ids=[project]) == {session}
 
 
-def test_where_one_only_looks_is_accessible_and_not_ones_own(api: Api) -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_where_one_only_looks_is_accessible_and_not_ones_own(api: Api, known: bool) -> None:
+    """The viewer opened the session as a member, or nobody knows who did."""
     session = api.session()
     project = search(api).sessions[0].project_id
-    viewer = Caller("key", "user", "org", "mine", {"mine": "admin", project: "viewer"})
+    records = api.services.records
+    opened = records.find(Session, session)
+    assert opened is not None and opened.user
+    if not known:
+        records.put(Session.namespace, session, {"user": json.dumps("")})
+    viewer = Caller("key", opened.user, "org", "mine", {"mine": "admin", project: "viewer"})
 
     def ids(**asked: Any) -> list[str]:
         result = api.services.session_search(viewer, SearchSessions().load(asked))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -29,10 +29,12 @@ class SlowEngine:
         self.here: set[str] = set()
         self.events: list[str] = []
         self.room = 99
+        self.loading: Callable[[str], object] = lambda _: None
 
     def load(self, adapter_id: str, folder: Path) -> None:
         assert sys.exception() is None, "the error of an earlier load keeps the tensors of that load"
         if adapter_id not in self.here:
+            self.loading(adapter_id)
             if len(self.here) >= self.room:
                 raise Unavailable("memory is short")
             self.here.add(adapter_id)
@@ -158,3 +160,28 @@ def test_an_adapter_is_tried_again_when_a_request_for_the_base_model_may_have_th
         world.use("c")
     assert not world.adapters._in_use
     assert not world.adapters._loading
+
+
+@pytest.mark.parametrize("change", ["leaves", "comes"])
+def test_an_adapter_is_tried_again_when_such_a_request_leaves_or_comes_during_the_last_try(
+    world: World, change: str
+) -> None:
+    world.engine.busy.set()
+    assert world.ending.result(WITHIN_S)
+    world.engine.room = 0
+    base = world.adapters.use("", "me", RequestHandle())
+    tries = []
+
+    def loading(prefix: str) -> None:
+        tries.append(prefix)
+        if len(tries) == 2:
+            base.__exit__(None, None, None) if change == "leaves" else base.__enter__()
+
+    world.engine.loading = loading
+    if change == "leaves":
+        base.__enter__()
+    with pytest.raises(Unavailable):
+        world.use("c")
+    assert tries == ["c", "c"]
+    if change == "comes":
+        base.__exit__(None, None, None)

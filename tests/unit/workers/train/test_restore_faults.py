@@ -127,6 +127,21 @@ def test_after_three_workers_that_a_restore_ended_all_calls_of_the_model_fail_at
     assert "3 workers ended" in error_of(replay_due.oplog.outcome(f"{MODEL}:3"))
 
 
+def test_a_model_whose_restores_ended_three_workers_fails_no_call_while_one_of_them_may_be_cut_off(replay_alone: World):
+    for boot in range(3):
+        successor = replay_alone.worker(f"b/{boot}")
+        NoReplay(successor, Dead())
+        with pytest.raises(Dead):
+            successor.handle(1)
+    replay_alone.admit(2, step()[1])
+    replay_alone.client.delete(keys.lease(MODEL))
+    with pytest.raises(Requeue, match="may still be alive without a connection"):
+        replay_alone.worker("c/1").handle(2, "optim_step")
+    assert replay_alone.oplog.outcome(f"{MODEL}:2") is None
+    replay_alone.outlast_restore()
+    assert "3 workers ended while they restored it" in error_of(replay_alone.worker("c/2").handle(2, "optim_step"))
+
+
 def test_after_an_hour_or_a_restore_that_succeeds_the_restores_of_a_model_count_anew(replay_due: World):
     kill_by_restore(replay_due)
     restores = f"tinsmith:restore:{MODEL}"

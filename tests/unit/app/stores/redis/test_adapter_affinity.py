@@ -154,6 +154,16 @@ def test_what_another_sampler_takes_for_want_of_room_leaves_the_affinity_as_it_i
     assert admit(samples, 9) == "a"
 
 
+def test_a_request_sent_to_no_sampler_leaves_the_affinity_of_its_adapter_as_it_is(samples):
+    for sampler in (BASE, TUNED):
+        admit(samples, 0, sampler, sequences=HOLDS)
+    assert admit(samples, 1) is None
+    samples.claim_sample(f"{BASE}:1", "b/1")
+    for sampler in (BASE, TUNED):
+        samples.finish_sample(f"{sampler}:0", Result(b""))
+    assert admit(samples, 2) == "a"
+
+
 @pytest.mark.parametrize("end", ["finish", "cancel", "put off"])
 def test_what_ends_or_is_put_off_counts_nowhere(client, samples, end):
     admit(samples, 0, sequences=3)
