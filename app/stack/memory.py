@@ -1,5 +1,5 @@
 """The memory that this process and its children may use: the machine's, or less in a control group with a limit, as in
-a container. Also counts the processes that the kernel killed for lack of memory.
+a container. Also says how much of it is free, and counts the processes that the kernel killed for lack of memory.
 """
 
 from __future__ import annotations
@@ -8,25 +8,43 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 _GROUPS, _OWN, _MACHINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/vmstat")
-_BOUND, _KILLS = ("memory.max", "memory.limit_in_bytes"), ("memory.events", "memory.oom_control")
+
+
+class _Names(NamedTuple):
+    """The names of a control group's files in one version, and of one count in its memory.stat: the pages of files that
+    were not used lately."""
+
+    bound: str
+    used: str
+    kills: str
+    unused_pages: str
+
+
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file")
+_V2 = _Names("memory.max", "memory.current", "memory.events", "inactive_file")
 
 
 def usable_bytes(groups: Path = _GROUPS, own: Path = _OWN) -> int:
     """The lowest bound of the control groups (version 1 or 2) above this process, at most the machine's memory."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([machine, *_bounds(groups, own)])
+    return min([machine, *(bound for bound, _ in _bounds(groups, own))])
+
+
+def free_bytes(available: int, groups: Path = _GROUPS, own: Path = _OWN) -> int:
+    """The least that any of these control groups leaves free, at most the `available` bytes of the machine."""
+    return min([available, *(bound - used for bound, used in _bounds(groups, own))])
 
 
 def oom_kills(groups: Path = _GROUPS, own: Path = _OWN, machine: Path = _MACHINE) -> int:
     """The processes that the kernel has killed for lack of memory: in the control group of this process, or on the
     machine where there is none; 0 where it does not say."""
-    for file in (*_files(groups, own, _KILLS), machine):
-        with suppress(OSError):  # no such group is seen from here
-            counts = dict(line.split(maxsplit=1) for line in file.read_text().splitlines())
-            if "oom_kill" in counts:
-                return int(counts["oom_kill"])
+    for file in (*(group / names.kills for group, names in _own_groups(groups, own)), machine):
+        counts = _counts(file)
+        if "oom_kill" in counts:
+            return counts["oom_kill"]
     return 0
 
 
@@ -34,22 +52,41 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-def _bounds(groups: Path, own: Path) -> Iterator[int]:
-    for file in _files(groups, own, _BOUND):
-        with suppress(OSError, ValueError):  # no such group is seen from here, or it is "max": no bound
-            yield int(file.read_text())
+def _bounds(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
+    """The bound of each group that has one, and the bytes in use there. Pages of files that were not used lately are
+    not counted: the kernel takes them back before it kills a process."""
+    for group, names in _own_groups(groups, own):
+        if (bound := _number(group / names.bound)) is not None:
+            unused = _counts(group / "memory.stat").get(names.unused_pages, 0)
+            yield bound, (_number(group / names.used) or 0) - unused
 
 
-def _files(groups: Path, own: Path, names: tuple[str, str]) -> Iterator[Path]:
-    """The files of the groups, from the process's own group up to the root, by their names in version 2 and 1."""
+def _number(file: Path) -> int | None:
+    """The number in a file; None where no such group is seen from here, or it is "max": no bound."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _counts(file: Path) -> dict[str, int]:
+    """The numbers of a file with a name and a number in each line; none where the kernel has no such file."""
+    try:
+        return {name: int(number) for name, number in map(str.split, file.read_text().splitlines())}
+    except (OSError, ValueError):
+        return {}
+
+
+def _own_groups(groups: Path, own: Path) -> Iterator[tuple[Path, _Names]]:
+    """The folders of the groups, from the process's own group up to the root, and the names of their files."""
     with suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
-                root, name = groups, names[0]
+                root, names = groups, _V2
             elif "memory" in controllers.split(","):
-                root, name = groups / "memory", names[1]
+                root, names = groups / "memory", _V1
             else:
                 continue
             group = root / path.strip("/")
-            yield from (parent / name for parent in (group, *group.parents) if parent.is_relative_to(root))
+            yield from ((parent, names) for parent in (group, *group.parents) if parent.is_relative_to(root))

@@ -435,8 +435,15 @@ MUTANTS = (
     Mutant(
         "memory: that of the container",
         "app/stack/memory.py",
-        "min([machine, *_bounds(groups, own)])",
+        "min([machine, *(bound for bound, _ in _bounds(groups, own))])",
         "machine",
         "tests/unit/app/stack/test_memory.py",
+    ),
+    Mutant(
+        "memory: the free part of the container's",
+        "app/stack/memory.py",
+        "min([available, *(bound - used for bound, used in _bounds(groups, own))])",
+        "available",
+        "tests/unit/app/stack/test_memory.py::test_version_1_says_in_other_files_how_much_is_free",
     ),
 )

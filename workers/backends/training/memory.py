@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import psutil  # type: ignore[import-untyped]
@@ -25,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from app.errors import SetupError
 from app.settings import TrainerSettings
+from app.stack.memory import free_bytes
 from workers.backends.training.lm_head import chunk_sizes
 from workers.backends.training.ranks import assigned
 from workers.models import lora, routers
@@ -43,7 +43,6 @@ LEAST_TOKENS, _BUSY, _MOST = 1024, 2048, 8192
 # Models narrower than this have more tokens, as their kernels are shorter. With 8,192 tokens at once Qwen3-0.6B (width
 # 1,024) took 1.0 s for 32,768 tokens in datums of 2,048 on an H200, all of it the host's time to launch kernels.
 _WIDTH = 4096
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,19 +333,9 @@ def free_memory(device: torch.device) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         share = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_allocated(device)
         return int(min(free + cached, share))
-    available: int = psutil.virtual_memory().available
-    return min(available, _left_in_cgroup(available)) // _ranks_here()
+    return free_bytes(psutil.virtual_memory().available) // _ranks_here()
 
 
 def _ranks_here() -> int:
     """Returns the number of ranks on this machine, as torchrun or DeepSpeed's launcher says it."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-
-
-def _left_in_cgroup(otherwise: int) -> int:
-    """Returns the bytes below the container's limit (cgroup v2)."""
-    try:
-        limit = int((_CGROUP / "memory.max").read_text())
-        return limit - int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):  # no cgroup v2, or the limit is "max"
-        return otherwise

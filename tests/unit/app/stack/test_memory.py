@@ -1,4 +1,4 @@
-"""The memory of a container bounds the embedded state server, not that of its host."""
+"""The memory of a container bounds the embedded state server and the trainers, not that of its host."""
 
 from __future__ import annotations
 
@@ -51,6 +51,31 @@ def test_version_1_has_its_bounds_elsewhere_and_a_huge_number_for_none(groups: P
 
 def test_without_control_groups_the_machine_is_the_bound(tmp_path: Path):
     assert memory.usable_bytes(tmp_path, tmp_path / "none") == MACHINE
+
+
+def test_the_group_that_leaves_least_says_how_much_is_free(groups: Path):
+    for group, used, unused in ((groups / "outer", 300 * MIB, 40 * MIB), (groups / "outer" / "inner", 90 * MIB, 0)):
+        (group / "memory.current").write_text(f"{used}\n")
+        (group / "memory.stat").write_text(f"anon {used - unused}\nactive_file 7\ninactive_file {unused}\n")
+    process = own(groups, "0::/outer/inner\n")
+    assert memory.free_bytes(MACHINE, groups, process) == (512 - 300 + 40) * MIB
+    (groups / "outer" / "inner" / "memory.max").write_text(f"{128 * MIB}\n")
+    assert memory.free_bytes(MACHINE, groups, process) == (128 - 90) * MIB
+    assert memory.free_bytes(MIB, groups, process) == MIB, "the machine has less"
+
+
+def test_version_1_says_in_other_files_how_much_is_free(groups: Path):
+    job = groups / "memory" / "slurm" / "job"
+    job.mkdir(parents=True)
+    for group, bound, used in ((job, 2**63 - 4096, 70 * MIB), (job.parent, 128 * MIB, 100 * MIB)):
+        (group / "memory.limit_in_bytes").write_text(f"{bound}\n")
+        (group / "memory.usage_in_bytes").write_text(f"{used}\n")
+        (group / "memory.stat").write_text(f"cache 9\ninactive_file 1\ntotal_inactive_file {8 * MIB}\n")
+    assert memory.free_bytes(MACHINE, groups, own(groups, "4:memory:/slurm/job\n")) == (128 - 100 + 8) * MIB
+
+
+def test_without_control_groups_the_free_memory_is_the_machines(tmp_path: Path):
+    assert memory.free_bytes(5 * MIB, tmp_path, tmp_path / "none") == 5 * MIB
 
 
 def test_the_embedded_server_takes_a_quarter_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig
 from app.domain.ops import ForwardBackward, LoraSpec
 from app.errors import SetupError
 from app.settings import BaseModelSettings, TrainerSettings
+from app.stack.memory import free_bytes
 from tests import pictures
 from tests.models import byte_tokenizer, tiny_qwen3
 from tests.parity.architectures import build
@@ -358,14 +359,16 @@ def test_a_model_without_such_layers_runs_with_auto_and_is_refused_with_true() -
 def test_free_memory_is_a_ranks_share_of_what_the_container_may_still_take(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    (tmp_path / "own").write_text("0::/job/step\n")
+    (job := tmp_path / "job").mkdir()
+    monkeypatch.setattr(memory, "free_bytes", partial(free_bytes, groups=tmp_path, own=tmp_path / "own"))
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # vLLM, in another test of this process, sets the first
         monkeypatch.delenv(name, raising=False)
     whole = memory.free_memory(torch.device("cpu"))
-    (tmp_path / "memory.max").write_text("max\n")
+    (job / "memory.max").write_text("max\n")
     assert memory.free_memory(torch.device("cpu")) > whole / 2
-    (tmp_path / "memory.max").write_text("3000\n")
-    (tmp_path / "memory.current").write_text("1000\n")
+    (job / "memory.max").write_text("3000\n")
+    (job / "memory.current").write_text("1000\n")
     assert memory.free_memory(torch.device("cpu")) == 2000
     monkeypatch.setenv(launcher, "2")
     assert memory.free_memory(torch.device("cpu")) == 1000
