@@ -16,7 +16,7 @@ import redis
 from app.errors import SetupError
 from app.settings import CUDA_BUILDS, BaseModelSettings, SamplerSettings, Settings, tenants
 from app.stack import hardware, placement
-from app.stack.memory import gib
+from app.stack.memory import LEFT_TO_OTHERS, file_system_bytes, gib, room_for_weights
 from app.stack.redaction import without_secrets
 from app.stores import objects
 from app.stores.redis.client import connect, connect_state
@@ -170,19 +170,23 @@ def lacks_vllm(settings: Settings, driver: Path = hardware.NVIDIA_GPUS) -> bool:
 
 
 def short_of_shared_memory(settings: Settings) -> Iterator[str]:
-    """Yields a line for each base model in a folder whose fully fine-tuned weights have too little room in shared
-    memory to be sampled from there (docs/full-fine-tuning.md), if they have the precision of the base's files. Without
-    any room, that is what the settings want."""
-    room = settings.engine.handover_bytes
-    for base in settings.base_models:
-        if not room or not all(section is not None and section.count for section in (base.full, base.full_sampler)):
-            continue
-        weights = _weight_bytes(Path(base.path).expanduser())
-        needed = _VERSIONS * (weights + _BESIDE_WEIGHTS)
-        if weights and needed > room:
+    """Yields a line for each reason why fully fine-tuned weights of a base model in a folder have too little room in
+    shared memory to be sampled from there (docs/full-fine-tuning.md), if they have the precision of the base's files.
+    Without any room, that is what the settings want."""
+    most, folder = settings.engine.handover_bytes, settings.handover_dir
+    slow = "so new weights of a full fine-tune take longer to reach the sampler"
+    for base in settings.base_models if most else ():
+        needed = _full_weights_bytes(base)
+        if needed > most:
             yield (
-                f"base model {base.name!r}: engine.handover_bytes is {gib(room)}, so new weights of a full fine-tune "
-                f"take longer to reach the sampler; set it to {needed} ({gib(needed)}), and give /dev/shm as much"
+                f"base model {base.name!r}: engine.handover_bytes is {gib(most)}, {slow}; set it to {needed} "
+                f"({gib(needed)})"
+            )
+        if needed > room_for_weights(folder, needed):
+            yield (
+                f"base model {base.name!r}: the file system of {folder} has {gib(file_system_bytes(folder))} and "
+                f"leaves a part to others, {slow}; give it {gib(needed + LEFT_TO_OTHERS)}, for /dev/shm in a container "
+                "with `docker run --shm-size`"
             )
 
 
@@ -228,6 +232,14 @@ def _local_build(version_text: str) -> str:
 def _samplers(base: BaseModelSettings) -> list[SamplerSettings]:
     """The sections of samplers that start."""
     return [section for section in (base.sampler, base.full_sampler) if section is not None and section.count]
+
+
+def _full_weights_bytes(base: BaseModelSettings) -> int:
+    """The room in shared memory for the versions of a full fine-tune; 0 where none is sampled, or no file is found."""
+    if not all(section is not None and section.count for section in (base.full, base.full_sampler)):
+        return 0
+    weights = _weight_bytes(Path(base.path).expanduser())
+    return _VERSIONS * (weights + _BESIDE_WEIGHTS) if weights else 0
 
 
 def _weight_bytes(folder: Path) -> int:

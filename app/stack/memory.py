@@ -1,16 +1,20 @@
 """The memory that this process and its children may use: the machine's, or less in a control group with a limit, as in
-a container. Also says how much of it is free, and counts the processes that the kernel killed for lack of memory.
+a container. Also says how much of it is free, how much of a file system in memory new weights may take, and counts the
+processes that the kernel killed for lack of memory.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 _GROUPS, _OWN, _MACHINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/vmstat")
+LEFT_TO_OTHERS = 2**29
+"""The most bytes that new weights leave to other users of their file system, such as vLLM's message queues."""
 
 
 class _Names(NamedTuple):
@@ -46,6 +50,18 @@ def oom_kills(groups: Path = _GROUPS, own: Path = _OWN, machine: Path = _MACHINE
         if "oom_kill" in counts:
             return counts["oom_kill"]
     return 0
+
+
+def room_for_weights(folder: Path, most: int) -> int:
+    """The bytes that new weights may take in a folder: `most`, but they leave half of its file system to others, or
+    LEFT_TO_OTHERS if that is less."""
+    total = file_system_bytes(folder)
+    return min(most, max(total // 2, total - LEFT_TO_OTHERS))
+
+
+def file_system_bytes(folder: Path) -> int:
+    """The size of the file system of a folder, which may be missing yet."""
+    return shutil.disk_usage(next(filter(os.path.exists, (folder, *folder.parents)))).total
 
 
 def gib(size: int) -> str:

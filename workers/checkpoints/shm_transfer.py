@@ -24,6 +24,7 @@ import redis
 
 from app.domain.checkpoints import MODELS, CheckpointPrefix
 from app.domain.records import Model, ShmTransfer
+from app.stack.memory import room_for_weights
 from app.stores.objects.base import ObjectStore, check_key
 from app.stores.objects.notes import remove_checkpoint
 from app.stores.redis.records import RedisRecords
@@ -163,8 +164,8 @@ class ShmTransfers:
 
 @dataclass(frozen=True, slots=True)
 class ShmFolder:
-    """The transfer folder. Holds at most `most_bytes`; concurrent writers may exceed that by the size of their
-    writes."""
+    """The transfer folder. Holds at most `most_bytes`, and leaves a part of its file system to others; concurrent
+    writers may exceed that by the size of their writes."""
 
     root: Path
     most_bytes: int
@@ -219,7 +220,7 @@ class ShmFolder:
                 folder = stack.enter_context(self._locked(self._at(prefix), fcntl.LOCK_SH))
             except OSError:
                 folder = None
-            has_room = folder is not None and _IN_PLACE * transfer.transferred(folder).size <= self.most_bytes
+            has_room = folder is not None and _IN_PLACE * transfer.transferred(folder).size <= self._room()
             yield folder if has_room and self._is_ours() else None
 
     def prefixes(self) -> Iterator[str]:
@@ -304,11 +305,17 @@ class ShmFolder:
             files.rename(target)
 
     def _check_room(self, size: int = 0) -> None:
-        if self._used() + size > self.most_bytes:
-            raise OSError(f"{self.root} would hold more than engine.handover_bytes ({self.most_bytes})")
+        if self._used() + size > (room := self._room()):
+            raise OSError(
+                f"{self.root} would hold more than {room} bytes: engine.handover_bytes is {self.most_bytes}, and "
+                "a part of its file system is left to others"
+            )
         free = shutil.disk_usage(self.root).free
         if size > free:
             raise OSError(f"{size} bytes are more than the {free} free ones of {self.root}")
+
+    def _room(self) -> int:
+        return room_for_weights(self.root, self.most_bytes)
 
     def _at(self, prefix: str) -> Path:
         return self._folders(prefix)[0]

@@ -322,6 +322,13 @@ MUTANTS = (
         "tests/unit/workers/sample/test_adapters.py::test_all_weights_of_a_model_are_read_where_the_trainer_wrote_them",
     ),
     Mutant(
+        "shared memory: a part of it is left to others",
+        "app/stack/memory.py",
+        "min(most, max(total // 2, total - LEFT_TO_OTHERS))",
+        "most",
+        "tests/unit/workers/checkpoints/test_shm_folder.py::test_half_of_a_small_file_system_is_left_to_others",
+    ),
+    Mutant(
         "shared memory: a slow writer's folder is no leftover",
         "workers/checkpoints/shm_transfer.py",
         "self._locked(Path(temporary), fcntl.LOCK_EX)",

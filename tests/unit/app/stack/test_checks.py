@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,22 +110,55 @@ def test_a_gpu_without_vllm_is_noticed_unless_another_sampler_is_asked_for(
     assert checks.lacks_vllm(settings, tmp_path) is lacks
 
 
-def test_full_fine_tunes_without_room_in_shared_memory_are_named_with_the_remedy(tmp_path: Path) -> None:
+def full_fine_tune(folder: Path, room: int, **full_sampler: Any) -> Settings:
+    base = base_model(path=str(folder), full=TrainerSettings(), full_sampler=SamplerSettings(**full_sampler))
+    return Settings(
+        base_models=(base,), engine=EngineSettings(handover_bytes=room, handover_dir=str(folder / "missing" / "yet"))
+    )
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> int:
+    """Writes two files of weights. Returns the bytes in shared memory that their fine-tunes need."""
     for part in (1, 2):
         (tmp_path / f"model-{part}.safetensors").write_bytes(bytes(100))
-    full = base_model(path=str(tmp_path), full=TrainerSettings(), full_sampler=SamplerSettings())
-    not_sampled = base_model(path=str(tmp_path), full=TrainerSettings(), full_sampler=SamplerSettings(count=0))
+    return 3 * (200 + 2**26)
 
-    def lines(base: BaseModelSettings, room: int) -> list[str]:
-        settings = Settings(base_models=(base,), engine=EngineSettings(handover_bytes=room))
-        return list(checks.short_of_shared_memory(settings))
 
-    needed = 3 * (200 + 2**26)
-    [line] = lines(full, needed - 1)
-    assert f"set it to {needed} " in line
-    assert lines(full, needed) == lines(full, 0) == lines(not_sampled, 1) == lines(base_model(), 1) == []
+@pytest.fixture
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Gives the file systems of existing folders another size."""
+
+    def of_size(total: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=total * Path(folder).exists()))
+
+    of_size(2**40)
+    return of_size
+
+
+def test_full_fine_tunes_without_room_in_shared_memory_are_named_with_the_remedy(
+    tmp_path: Path, weights: int, shared_memory: Callable[[int], None]
+) -> None:
+    def lines(room: int, **full_sampler: Any) -> list[str]:
+        return list(checks.short_of_shared_memory(full_fine_tune(tmp_path, room, **full_sampler)))
+
+    [line] = lines(weights - 1)
+    assert f"set it to {weights} " in line
+    assert lines(weights) == lines(0) == lines(1, count=0) == []
+    assert not list(checks.short_of_shared_memory(Settings(base_models=(base_model(),))))
     (tmp_path / "model-3.safetensors").symlink_to("nowhere")
-    assert lines(full, 1) == [], "a folder that is not whole is another check's matter"
+    assert lines(1) == [], "a folder that is not whole is another check's matter"
+
+
+def test_a_small_shared_memory_is_named_with_its_size_and_the_remedy(
+    tmp_path: Path, weights: int, shared_memory: Callable[[int], None]
+) -> None:
+    settings = full_fine_tune(tmp_path, weights)
+    shared_memory(2 * weights)
+    assert not list(checks.short_of_shared_memory(settings)), "half of it is enough"
+    shared_memory(2 * weights - 2)
+    [line] = checks.short_of_shared_memory(settings)
+    assert re.search(r"the file system of /.*/missing/yet has 0\.4 GiB .* give it 0\.7 GiB, .*--shm-size", line)
 
 
 def test_a_cuda_build_beside_vllms_cpu_build_is_named_with_the_remedy(installed):

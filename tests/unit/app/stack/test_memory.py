@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from app.stack import memory, valkey
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 @pytest.fixture
@@ -76,6 +78,19 @@ def test_version_1_says_in_other_files_how_much_is_free(groups: Path):
 
 def test_without_control_groups_the_free_memory_is_the_machines(tmp_path: Path):
     assert memory.free_bytes(5 * MIB, tmp_path, tmp_path / "none") == 5 * MIB
+
+
+@pytest.mark.parametrize(
+    ("total", "most", "room"),
+    [(64 * MIB, 2 * GIB, 32 * MIB), (GIB, 2 * GIB, 512 * MIB), (2 * GIB, 2 * GIB, 1536 * MIB), (8 * GIB, GIB, GIB)],
+)
+def test_new_weights_leave_half_a_small_file_system_and_512_mib_of_a_large_one_to_others(
+    total: int, most: int, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    found: list[str] = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: found.append(str(folder)) or SimpleNamespace(total=total))
+    assert memory.room_for_weights(tmp_path / "missing" / "yet", most) == room
+    assert found == [str(tmp_path)]
 
 
 def test_the_embedded_server_takes_a_quarter_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -204,8 +204,18 @@ def test_nothing_is_written_that_would_not_fit(tmp_path: Path, monkeypatch: pyte
     folder = ShmFolder(tmp_path / "handover", 10_000)
     assert folder.write(prefix(1), sealed(b"x" * 6_000), 6_000)
     assert not folder.write(prefix(2), lambda target: pytest.fail("it was"), 6_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=999))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=999, total=2**30))
     assert not folder.write(prefix(2), lambda target: pytest.fail("it was"), 1_000)
+
+
+def test_half_of_a_small_file_system_is_left_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = ShmFolder(tmp_path / "handover", 10_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=16_000, total=16_000))
+    assert not folder.write(prefix(1), lambda target: pytest.fail("it was"), 8_001)
+    assert folder.write(prefix(1), sealed(b"x" * 3_000), 3_000)
+    assert not folder.write(prefix(2), sealed(b"x" * 5_500))
+    with folder.reading(prefix(1)) as found:
+        assert found is None, "three versions of this size have no room"
 
 
 def test_a_folder_of_no_bytes_is_not_even_written_to(tmp_path: Path):

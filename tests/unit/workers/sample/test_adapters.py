@@ -168,7 +168,7 @@ def test_a_nearly_full_disk_gets_room_from_files_that_are_not_in_use_and_takes_n
     def files() -> list[str]:
         return sorted(path.name for path in cache.iterdir() if not path.name.startswith("."))
 
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=8 - len(files())))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=8 - len(files()), total=2**40))
     adapters = make(RecordingBackend(), most=1, least_free=5)  # an adapter has one byte: there is room for three
     for prefix in "abc":
         with adapters.use(prefix, "me", RequestHandle()):
