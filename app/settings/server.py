@@ -196,8 +196,8 @@ class EngineSettings(Section):
     handover_bytes: int = Field(
         2 * 2**30,
         ge=0,
-        description="most bytes in that folder, which also leaves half of its file system, or 512 MiB if that is less, "
-        "to others; weights that do not fit are uploaded before they can be sampled",
+        description="most bytes in that folder, which also leaves half of its file system to others, at least 256 "
+        "and at most 512 MiB; weights that do not fit are uploaded before they can be sampled",
     )
     payload_budget_bytes: int = Field(
         512 * 2**20, ge=1, description="most bytes of calls kept in Redis to run or replay; further calls get 503"

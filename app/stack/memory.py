@@ -15,6 +15,7 @@ from typing import NamedTuple
 _GROUPS, _OWN, _MACHINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/vmstat")
 LEFT_TO_OTHERS = 2**29
 """The most bytes that new weights leave to other users of their file system, such as vLLM's message queues."""
+_LEFT_TO_VLLM = 2**28  # one queue of 241 MiB
 
 
 class _Names(NamedTuple):
@@ -53,10 +54,11 @@ def oom_kills(groups: Path = _GROUPS, own: Path = _OWN, machine: Path = _MACHINE
 
 
 def room_for_weights(folder: Path, most: int) -> int:
-    """The bytes that new weights may take in a folder: `most`, but they leave half of its file system to others, or
-    LEFT_TO_OTHERS if that is less."""
+    """The bytes that new weights may take in a folder: `most`, but they leave half of its file system to others, at
+    least what vLLM needs to start, if it has that much, and at most LEFT_TO_OTHERS."""
     total = file_system_bytes(folder)
-    return min(most, max(total // 2, total - LEFT_TO_OTHERS))
+    least = _LEFT_TO_VLLM if total > _LEFT_TO_VLLM else 0
+    return min(most, total - min(max(total // 2, least), LEFT_TO_OTHERS))
 
 
 def file_system_bytes(folder: Path) -> int:

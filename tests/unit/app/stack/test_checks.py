@@ -156,9 +156,9 @@ def test_a_small_shared_memory_is_named_with_its_size_and_the_remedy(
     tmp_path: Path, weights: int, shared_memory: Callable[[int], None]
 ) -> None:
     settings = full_fine_tune(tmp_path, weights)
-    shared_memory(2 * weights)
-    assert not list(checks.short_of_shared_memory(settings)), "half of it is enough"
-    shared_memory(2 * weights - 2)
+    shared_memory(weights + 2**28)
+    assert not list(checks.short_of_shared_memory(settings)), "256 MiB are left to others"
+    shared_memory(weights + 2**28 - 1)
     [line] = checks.short_of_shared_memory(settings)
     assert re.search(r"the file system of /.*/missing/yet has 0\.4 GiB .* give it 0\.7 GiB, .*--shm-size", line)
 

@@ -82,9 +82,15 @@ def test_without_control_groups_the_free_memory_is_the_machines(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("total", "most", "room"),
-    [(64 * MIB, 2 * GIB, 32 * MIB), (GIB, 2 * GIB, 512 * MIB), (2 * GIB, 2 * GIB, 1536 * MIB), (8 * GIB, GIB, GIB)],
+    [
+        (64 * MIB, 2 * GIB, 32 * MIB),
+        (300 * MIB, 2 * GIB, 44 * MIB),
+        (GIB, 2 * GIB, 512 * MIB),
+        (2 * GIB, 2 * GIB, 1536 * MIB),
+        (8 * GIB, GIB, GIB),
+    ],
 )
-def test_new_weights_leave_half_a_small_file_system_and_512_mib_of_a_large_one_to_others(
+def test_new_weights_leave_half_of_their_file_system_but_at_least_256_and_at_most_512_mib_to_others(
     total: int, most: int, room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     found: list[str] = []
