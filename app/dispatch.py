@@ -16,10 +16,13 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import redis
 from celery import Celery
+from celery.loaders.app import AppLoader
 from kombu.exceptions import OperationalError
 
 from app import broker, ids
@@ -100,11 +103,20 @@ def queue_for(queue: str, node: str | None) -> str:
     return direct_queue(queue, node) if node else queue
 
 
+class Loader(AppLoader):  # type: ignore[misc]
+    """Celery's loader, which imports the modules of the tasks from the import path alone."""
+
+    def import_from_cwd(self, module: str, imp: object = None, package: str | None = None) -> ModuleType:
+        """Celery puts the current folder first on the import path meanwhile: a file of the user's would be loaded in
+        the place of each module that ours import."""
+        return import_module(module, package)
+
+
 class App(Celery):  # type: ignore[misc]
     """Celery over a broker, whose whole URL is `redis_url`: redis-py's clients take the options in it."""
 
     def __init__(self, redis_url: str) -> None:
-        super().__init__("tinsmith", broker=broker.kombu_url(redis_url))
+        super().__init__("tinsmith", broker=broker.kombu_url(redis_url), loader=Loader)
         self.redis_url = redis_url
 
 

@@ -22,6 +22,7 @@ from app.errors import SetupError, TinsmithError
 from app.services.base_models import BaseModels, lora_coverage
 from app.settings import NO_VLLM, SETTINGS_VARIABLE, BaseModelSettings, Settings, netloc, tenants
 from app.stack import checks, hardware, placement, ports, valkey
+from app.stack.child import environment
 from app.stack.config import Options
 from app.stack.memory import gib
 from app.stack.redaction import without_secrets
@@ -117,7 +118,9 @@ def _torch_fault() -> str:
     which takes seconds: a broken driver may end it or keep it waiting."""
     check = [sys.executable, "-c", "from workers.backends.devices import check_gpus; check_gpus()"]
     try:
-        done = subprocess.run(check, capture_output=True, text=True, check=False, timeout=_TORCH_S)
+        done = subprocess.run(
+            check, capture_output=True, text=True, check=False, timeout=_TORCH_S, env=environment(os.environ)
+        )
     except subprocess.TimeoutExpired:
         return f"torch did not find them within {_TORCH_S} s; see that nvidia-smi answers"
     if not done.returncode:

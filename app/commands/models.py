@@ -6,6 +6,7 @@ Workers find a model in the cache by its hub id.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from app.errors import SetupError
 from app.services.base_models import lora_coverage
 from app.settings import BaseModelSettings
 from app.stack import checks
+from app.stack.child import environment
 from app.stack.config import Options
 from app.stack.memory import gib
 from app.stack.terminal import show, show_json, visible, wrapped
@@ -220,7 +222,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _report(hub_id: str) -> dict[str, Any]:
     """Returns the report of `workers.models.report`, run by itself: this process does not import torch."""
     command = [sys.executable, "-m", "workers.models.report", hub_id]
-    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    child = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(os.environ))
     if child.returncode:
         raise SetupError((child.stderr.strip().splitlines() or [f"its check ended with code {child.returncode}"])[-1])
     report: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from app.errors import SetupError
-from app.stack.child import end_with
+from app.stack.child import end_with, environment
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 # The conversion imports these.
@@ -110,6 +110,7 @@ def _run(*module: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
+        env=environment(os.environ),
         preexec_fn=lambda: end_with(parent),
     )
     if child.returncode == -signal.SIGINT or "ERROR: Operation cancelled by user" in child.stderr:

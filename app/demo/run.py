@@ -19,7 +19,7 @@ import redis
 from app import settings as settings_module
 from app.demo import model
 from app.domain.records import Worker
-from app.stack.child import end_with
+from app.stack.child import end_with, environment
 from app.stack.supervisor import SETUP_ERROR_CODE
 from app.stores import objects
 from app.stores.redis.client import connect
@@ -129,7 +129,7 @@ def running_stack(data_dir: Path) -> Iterator[Stack]:
         stdout=subprocess.PIPE,
         text=True,
         # The servers and the key that a user's variables name are those of another stack.
-        env=settings_module.without_secret_variables(os.environ),
+        env=environment(os.environ),
         preexec_fn=lambda: end_with(parent),
     )
     try:

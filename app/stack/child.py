@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from app.settings import without_secret_variables
 
+_CODE = str(Path(__file__).resolve().parents[2])
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _TRACKER = b"resource_tracker import main"
@@ -25,10 +27,23 @@ _TICK_S = 0.02
 _LOG_BYTES = 16 * 2**20
 
 
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `environ` for a child that runs our code. Secrets are left out: they would override the settings
+    that options have changed.
+
+    The child and its own children do not import from the current folder, where a file of the user's may have the name
+    of a module: `python -m` would put it first on the import path. A checkout that this process itself runs from its
+    current folder stays on the path.
+    """
+    made = without_secret_variables(environ)
+    if sys.path[0] == _CODE and not sys.flags.safe_path:
+        made["PYTHONPATH"] = os.pathsep.join(filter(None, (_CODE, made.get("PYTHONPATH"))))
+    return {**made, "PYTHONSAFEPATH": "1"}
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The command of a process. `environ` overrides the supervisor's own environment, of which the process gets no
-    secrets: they would override the settings that options have changed."""
+    """The command of a process. `environ` overrides the supervisor's own `environment`."""
 
     name: str
     argv: tuple[str, ...]
@@ -68,7 +83,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**without_secret_variables(os.environ), **self.command.environ},
+                env={**environment(os.environ), **self.command.environ},
                 start_new_session=True,
                 preexec_fn=lambda: end_with(parent),
                 pass_fds=self._inherited_fds,

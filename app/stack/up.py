@@ -342,7 +342,7 @@ def _private_files() -> Iterator[None]:
 def process_table(settings: Settings, settings_file: Path) -> Iterator[Command]:
     """The commands of all processes. Node names are numbered across all base models, so each name is unique on this
     machine."""
-    yield _python(_API, settings_file, "gunicorn", "-c", "python:app.gunicorn_conf", "app.wsgi:application")
+    yield _python(_API, settings_file, "app.server", "-c", "python:app.gunicorn_conf", "app.wsgi:application")
     for section, (role, module, *options) in _WORKERS.items():
         for index, (base, copy) in enumerate(_copies(settings, section)):
             node = f"{role}-{index}"

@@ -15,6 +15,7 @@ from tests.servers_s3 import start_s3
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+ROOT = Path(__file__).parents[2]
 STACKS = {
     "deepspeed-1-transformers": {
         "trainer": 'backend = "deepspeed"\nzero_stage = 2',
@@ -36,7 +37,7 @@ def base_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package", params=list(STACKS))
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator[Stack]:
-    """Two stacks.
+    """Two stacks, whose user is in a folder with files that have the names of modules.
 
     The first keeps everything in its data folder. The second uses an external state server and S3 server, and its
     clients exchange their keys for tokens and compress their batches.
@@ -44,8 +45,16 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("stack")
     with contextlib.ExitStack() as servers:
         outside = "" if request.param == "deepspeed-1-transformers" else _outside(servers, folder)
-        stack = Stack(folder / "data", base_path, free_port(), extra=outside, **STACKS[request.param])
+        user = {"cwd": _shadows(folder / "user"), "environ": {"PYTHONPATH": str(ROOT)}}
+        stack = Stack(folder / "data", base_path, free_port(), extra=outside, **STACKS[request.param], **user)
         yield servers.enter_context(running(stack))
+
+
+def _shadows(folder: Path) -> Path:
+    folder.mkdir()
+    for name in ("app", "celery", "numpy", "pydantic", "torch", "vllm", "workers"):
+        (folder / f"{name}.py").write_text("raise SystemExit('a file of the user')")
+    return folder
 
 
 def _outside(servers: contextlib.ExitStack, folder: Path) -> str:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,7 +36,8 @@ class Stack:
     `full_sampler` exist only if given. `name` is the base model's name, and `base` are further lines of its own.
     `wrapper` is a command that runs the command behind it as the same process. `api_key` is that of the clients.
     `program` is the module that takes the command line; every process computes with `threads` threads. `tree` is the
-    folder with the code, if it is not this one.
+    folder with the code, if it is not this one. `cwd` is the folder that the user is in, if it is not that with the
+    code, and `environ` has further variables of the user.
     """
 
     data_dir: Path
@@ -50,6 +51,8 @@ class Stack:
     full: str = ""
     full_sampler: str = ""
     tree: Path | None = None
+    cwd: Path | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
     name: str = BASE
     base: str = ""
     wrapper: tuple[str, ...] = ()
@@ -61,14 +64,16 @@ class Stack:
     def start(self) -> None:
         config = self.data_dir.parent / f"{self.data_dir.name}.toml"
         config.write_text(self._toml())
-        command = [sys.executable, "-m", self.program, "up", "--config", str(config), "--data-dir", str(self.data_dir)]
+        # As `tinsmith`, Python with -P does not import from the folder that the user is in.
+        python = [sys.executable, "-P"] if self.cwd else [sys.executable]
+        command = [*python, "-m", self.program, "up", "--config", str(config), "--data-dir", str(self.data_dir)]
         self.process = subprocess.Popen(
             [*self.wrapper, *command, "--port", str(self.port), "--api-key", API_KEY],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=self.tree,
-            env={**os.environ, **code_of(self.tree), "OMP_NUM_THREADS": str(self.threads)},
+            cwd=self.cwd or self.tree,
+            env={**os.environ, **code_of(self.tree), "OMP_NUM_THREADS": str(self.threads), **self.environ},
         )
         self.url = self._await_ready()
 

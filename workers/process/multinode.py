@@ -103,8 +103,10 @@ def run(
 
 
 def _start(host: str) -> subprocess.Popen[bytes]:
-    node = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.quote(sys.executable)} -m workers.node"
-    return subprocess.Popen([*_SSH, host, node], stdin=subprocess.PIPE)
+    """Starts a node, which imports our code from where this process does."""
+    paths = [f"{name}={os.environ[name]}" for name in ("PYTHONPATH", "PYTHONSAFEPATH") if name in os.environ]
+    node = shlex.join(("exec", "env", *paths, sys.executable, "-m", "workers.node"))
+    return subprocess.Popen([*_SSH, host, f"{shlex.join(('cd', str(Path.cwd())))} && {node}"], stdin=subprocess.PIPE)
 
 
 def _orders(

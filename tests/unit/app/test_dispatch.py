@@ -391,3 +391,10 @@ def test_events_that_wait_together_are_one_message(url: str, broker: redis.Redis
         events._send([("task-sent", {"uuid": f"s:{seq}", "timestamp": 0.0}) for seq in range(60)])
         assert messages.get_message(timeout=60) is not None
         assert messages.get_message(timeout=0.2) is None
+
+
+def test_no_file_of_the_current_folder_is_loaded_for_a_module_of_the_tasks(tmp_path, monkeypatch):
+    (tmp_path / "of_the_user.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="of_the_user"):
+        away(tmp_path).loader.import_task_module("of_the_user")

@@ -134,3 +134,16 @@ def test_a_host_that_does_not_share_the_data_folder_is_a_setup_error(
     assert code == 2
     assert said.startswith("group: ")
     assert f"does not see the data folder {tmp_path}" in said
+
+
+def test_a_node_imports_from_where_the_trainer_does_and_not_from_the_current_folder(
+    tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "short.py").write_text("raise SystemExit(7)")
+    user = tmp_path / "of the user"
+    user.mkdir()
+    (user / "workers.py").write_text("raise SystemExit(9)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(Path(multinode.__file__).parents[2]))))
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    monkeypatch.chdir(user)
+    assert multinode.run({FIRST: 1}, Settings(data_dir=tmp_path), "group", ["short"]) == 7

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,6 +53,39 @@ def test_a_child_whose_supervisor_dies_before_its_program_runs_ends_too(tmp_path
         while child.exit_code() is None:
             time.sleep(0.001)
     assert child.exit_code() == -signal.SIGTERM
+
+
+def said_by(command: str, *arguments: str, folder: Path) -> list[str]:
+    """The lines that a child, a Python, has written when it has ended."""
+    child = Child(Command("speaker", (sys.executable, command, *arguments)), folder / "log")
+    child.start()
+    while child.exit_code() is None:
+        time.sleep(0.001)
+    return child.tail(100)
+
+
+def test_no_file_of_the_current_folder_shadows_a_module_of_a_child_or_of_what_that_starts(tmp_path, monkeypatch):
+    for name in ("app", "numpy"):
+        (tmp_path / f"{name}.py").write_text("print('of the user')")
+    monkeypatch.chdir(tmp_path)
+    assert said_by("-m", "app.ids", folder=tmp_path) == []
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-m', 'numpy'])"
+    [said] = said_by("-c", program, folder=tmp_path)
+    assert "'numpy' is a package and cannot be directly executed" in said
+
+
+def test_a_checkout_that_is_run_from_its_own_folder_needs_no_installation(tmp_path, monkeypatch):
+    shutil.copytree(Path(stack_child.__file__).parents[1], tmp_path / "app", ignore=shutil.ignore_patterns("static"))
+    program = "import app, tomli_w; print(app.__file__)"
+    (tmp_path / "parent.py").write_text(
+        "import os, subprocess, sys\nfrom app.stack.child import environment\n"
+        f"subprocess.run([sys.executable, '-c', {program!r}], env=environment(os.environ))"
+    )
+    (tmp_path / "further").mkdir()
+    (tmp_path / "further" / "tomli_w.py").touch()
+    monkeypatch.setenv("PYTHONPATH", "further")
+    found = subprocess.check_output([sys.executable, "-m", "parent"], cwd=tmp_path, text=True)
+    assert found.splitlines() == [str(tmp_path / "app" / "__init__.py")]
 
 
 def test_a_group_is_killed_once_for_each_start(tmp_path, monkeypatch: pytest.MonkeyPatch):
