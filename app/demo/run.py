@@ -19,6 +19,7 @@ import redis
 from app import settings as settings_module
 from app.demo import model
 from app.domain.records import Worker
+from app.stack import ports
 from app.stack.child import end_with, environment
 from app.stack.supervisor import SETUP_ERROR_CODE
 from app.stores import objects
@@ -35,6 +36,7 @@ def demo(data_dir: Path) -> None:
     model.check_packages(_PACKAGES)
     # The tokenizer is in the data folder; nothing is fetched.
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1")
+    os.environ.update(ports.without_proxy(os.environ))
     # On a busy machine, threads that spin while they wait make a step several times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # A failure raises an exception; the libraries' hints do not help the reader of a demo.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,13 @@ from app.stack.data_folder import write_private
 _LOOPBACK = "127.0.0.1"
 ANY_PORT = "0"
 """The value of METRICS_PORT_VARIABLE for a worker that takes any free port, because it runs on another machine."""
+
+
+def without_proxy(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables with which clients, such as the SDK, reach this machine's servers without the proxy of `environ`:
+    a proxy would look for them on its own machine."""
+    named = environ.get("no_proxy") or environ.get("NO_PROXY")
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(filter(None, (named, _LOOPBACK, "localhost"))))
 
 
 def free_port(

@@ -51,6 +51,7 @@ from app.stores.redis.records import RedisRecords
 from app.stores.store_id import check_store_id
 
 _LOCALHOST = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would look on its own machine
 _PROBE_TIMEOUT_S = 2.0
 _NEWS_EVERY_S = 60.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -311,7 +312,7 @@ def _local_url(api: ApiSettings) -> str:
 
 def _is_ready(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/readyz", timeout=_PROBE_TIMEOUT_S) as answer:
+        with _DIRECT.open(f"{url}/readyz", timeout=_PROBE_TIMEOUT_S) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

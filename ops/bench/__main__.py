@@ -6,6 +6,7 @@ The exit code is 1 when a goal is missed.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import signal
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
+from app.stack import ports
 from ops.bench import (
     adapters,
     api_body,
@@ -78,6 +80,7 @@ _SCRATCH = Path("data/bench")
 def main(argv: Sequence[str] | None = None, benches: Mapping[str, Callable[[Path], Outcome]] = BENCHES) -> int:
     arguments = _parse(argv, benches)
     signal.signal(signal.SIGTERM, _stop)
+    os.environ.update(ports.without_proxy(os.environ))
     outcomes: dict[str, Outcome] = {}
     for name in arguments.names or benches:
         print(f"{name} ...", file=sys.stderr, flush=True)

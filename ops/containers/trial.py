@@ -19,6 +19,7 @@ import minio
 import numpy as np
 import tinker
 
+from app.stack import ports
 from ops.containers import client, engine, stack
 from ops.containers.client import Played
 from ops.containers.engine import Engine
@@ -254,6 +255,7 @@ def two_ranks() -> Path:
 
 
 def main() -> None:
+    os.environ.update(ports.without_proxy(os.environ))
     running = engine.running()
     assert running, "no stack is up: `make compose-train` starts one"
     _LOG.parent.mkdir(exist_ok=True)

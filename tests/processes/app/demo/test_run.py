@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -54,6 +55,18 @@ def test_the_demo_uses_its_own_servers_and_key_whatever_the_environment_says(tmp
     assert settings["api_keys"] == [hash_key(stack.api_key)]
     assert f"port {urlsplit(settings['redis']['url']).port}," in parts["state"]
     assert parts["broker"].endswith(f"port {urlsplit(settings['redis']['broker_url']).port}")
+
+
+def test_the_demos_client_asks_no_proxy_for_its_stack():
+    """A process of its own, because the demo changes the logging and the signals of its process."""
+    program = (
+        "import os, urllib.request\nfrom pathlib import Path\nfrom app.demo import run\n"
+        "run._run = lambda _: print(urllib.request.proxy_bypass('127.0.0.1'), os.environ['http_proxy'])\n"
+        "run.demo(Path('unused'))"
+    )
+    proxy = {"http_proxy": "http://127.0.0.1:9", "no_proxy": "example.org"}
+    said = subprocess.check_output([sys.executable, "-c", program], env={**os.environ, **proxy}, text=True)
+    assert said == "True http://127.0.0.1:9\n"
 
 
 def test_a_stack_that_ends_before_it_is_ready_ends_the_demo_with_code_1():

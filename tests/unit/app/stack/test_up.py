@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import os
 import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import httpx
 import pytest
 import redis
 
 from app.domain.records import LAST_WORKERS, Refusal, Worker
 from app.settings import ApiSettings, BaseModelSettings, Settings
-from app.stack import up
+from app.stack import ports, up
 from app.stack.child import Command
 from app.stores.redis.records import RedisRecords
 
@@ -24,6 +29,48 @@ from app.stores.redis.records import RedisRecords
 )
 def test_the_url_of_a_ready_stack_is_one_that_this_machine_can_open(host: str, url: str) -> None:
     assert up._local_url(ApiSettings(host=host)) == url
+
+
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/readyz" else 404)
+        self.end_headers()
+
+
+@pytest.fixture
+def ready_url() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Ready) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that knows nothing of this machine: nothing listens there."""
+    for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+
+
+@pytest.mark.usefixtures("proxy")
+def test_a_stack_is_ready_whatever_proxy_the_environment_names(ready_url: str) -> None:
+    assert up._is_ready(ready_url)
+
+
+@pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
+@pytest.mark.usefixtures("proxy")
+def test_clients_reach_this_machine_without_the_proxy_and_keep_the_exceptions_that_were_named(
+    ready_url: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "example.org")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{ready_url}/readyz")
+    for variable, value in ports.without_proxy(os.environ).items():
+        monkeypatch.setenv(variable, value)
+        assert value.startswith("example.org,")
+    assert httpx.get(f"{ready_url}/readyz").status_code == 200
+    assert httpx.get(f"{ready_url}/readyz".replace("127.0.0.1", "localhost")).status_code == 200
 
 
 def test_a_new_stack_knows_nothing_of_its_base_models_from_a_former_one(client: redis.Redis) -> None:
