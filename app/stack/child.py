@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,11 @@ from pathlib import Path
 from app.settings import without_secret_variables
 
 _CODE = str(Path(__file__).resolve().parents[2])
+# The variables of torchrun, whose options have the prefix PET_, and of DeepSpeed's launcher.
+_OF_A_RANK = re.compile(
+    r"((LOCAL|GROUP|ROLE|CROSS)_)?(RANK|WORLD_SIZE)|(LOCAL|CROSS)_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)"
+    r"|(TORCHELASTIC|PET)_\w+"
+)
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _TRACKER = b"resource_tracker import main"
@@ -29,13 +35,15 @@ _LOG_BYTES = 16 * 2**20
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of `environ` for a child that runs our code. Secrets are left out: they would override the settings
-    that options have changed.
+    that options have changed. So are the variables that describe a rank: a trainer would take itself for that rank of
+    the job, a PyTorchJob or Slurm's, in which `tinsmith up` runs.
 
     The child and its own children do not import from the current folder, where a file of the user's may have the name
     of a module: `python -m` would put it first on the import path. A checkout that this process itself runs from its
     current folder stays on the path.
     """
-    made = without_secret_variables(environ)
+    kept = without_secret_variables(environ).items()
+    made = {name: value for name, value in kept if not _OF_A_RANK.fullmatch(name)}
     if sys.path[0] == _CODE and not sys.flags.safe_path:
         made["PYTHONPATH"] = os.pathsep.join(filter(None, (_CODE, made.get("PYTHONPATH"))))
     return {**made, "PYTHONSAFEPATH": "1"}

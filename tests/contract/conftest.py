@@ -16,6 +16,7 @@ from tests.servers_s3 import start_s3
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 ROOT = Path(__file__).parents[2]
+RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
 PROXY = {"http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
 STACKS = {
     "deepspeed-1-transformers": {
@@ -38,8 +39,8 @@ def base_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package", params=list(STACKS))
 def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, base_path: Path) -> Iterator[Stack]:
-    """Two stacks. Their user is in a folder with files that have the names of modules, and has a
-    proxy.
+    """Two stacks. Their user is in a folder with files that have the names of modules, and in a job of two ranks, and
+    has a proxy.
 
     The first keeps everything in its data folder. The second uses an external state server and S3 server, and its
     clients exchange their keys for tokens and compress their batches.
@@ -47,7 +48,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("stack")
     with contextlib.ExitStack() as servers:
         outside = "" if request.param == "deepspeed-1-transformers" else _outside(servers, folder)
-        user = {"cwd": _shadows(folder / "user"), "environ": {"PYTHONPATH": str(ROOT), **PROXY}}
+        user = {"cwd": _shadows(folder / "user"), "environ": {"PYTHONPATH": str(ROOT), **RANK, **PROXY}}
         stack = Stack(folder / "data", base_path, free_port(), extra=outside, **STACKS[request.param], **user)
         yield servers.enter_context(running(stack))
 

@@ -74,6 +74,16 @@ def test_no_file_of_the_current_folder_shadows_a_module_of_a_child_or_of_what_th
     assert "'numpy' is a package and cannot be directly executed" in said
 
 
+def test_a_child_is_no_rank_of_the_job_in_which_the_stack_runs(tmp_path, monkeypatch):
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    groups = ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    given = (*ranks, *groups, "TORCHELASTIC_RUN_ID", "PET_NNODES", "SIZE", "NCCL_SOCKET_IFNAME")
+    for name in given:
+        monkeypatch.setenv(name, "1")
+    show = f"import os; print(*(name for name in {given} if name in os.environ))"
+    assert said_by("-c", show, folder=tmp_path) == ["SIZE NCCL_SOCKET_IFNAME"]
+
+
 def test_a_checkout_that_is_run_from_its_own_folder_needs_no_installation(tmp_path, monkeypatch):
     shutil.copytree(Path(stack_child.__file__).parents[1], tmp_path / "app", ignore=shutil.ignore_patterns("static"))
     program = "import app, tomli_w; print(app.__file__)"
