@@ -21,7 +21,7 @@ from app.demo import model as bundled
 from app.errors import SetupError, TinsmithError
 from app.services.base_models import BaseModels, lora_coverage
 from app.settings import NO_VLLM, SETTINGS_VARIABLE, BaseModelSettings, Settings, netloc, tenants
-from app.stack import checks, hardware, placement, ports, valkey
+from app.stack import checks, data_folder, hardware, placement, ports, valkey
 from app.stack.child import environment
 from app.stack.config import Options
 from app.stack.memory import gib
@@ -183,12 +183,15 @@ def _place(settings: Settings, environ: Mapping[str, str], driver: Path) -> None
 
 def _data_folder(given: Settings, running: Settings | None) -> Findings:
     folder = given.data_dir.expanduser().absolute()
-    yield _disk("data folder", folder, given, ", a stack runs on it" if running else "")
+    space = _disk("data folder", folder, given, ", a stack runs on it" if running else "")
+    yield space
+    if space.state != WRONG:
+        data_folder.check_locks(folder, _existing(folder))
 
 
 def _disk(name: str, folder: Path, settings: Settings, more: str = "") -> Finding:
     """The space on the disk of a folder that need not exist yet."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    there = _existing(folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return Finding(name, WRONG, f"{folder} cannot be written; correct {there}, or choose another folder")
     free = f"{folder}, {gib(shutil.disk_usage(there).free)} free{more}"
@@ -197,6 +200,11 @@ def _disk(name: str, folder: Path, settings: Settings, more: str = "") -> Findin
     if shutil.disk_usage(there).free < _LITTLE_DISK:
         return Finding(name, WARNING, f"{free}: little for checkpoints and logs; delete something there")
     return Finding(name, OK, free)
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _port(given: Settings, running: Settings | None) -> Findings:

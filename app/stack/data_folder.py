@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,8 +29,8 @@ class DataFolder:
     """
 
     def __init__(self, root: Path) -> None:
-        """Opens and locks the folder. Raises SetupError when it cannot be written or made private, or another stack
-        runs on it."""
+        """Opens and locks the folder. Raises SetupError when it cannot be written, made private or locked, or another
+        stack runs on it."""
         self.root = root.expanduser().absolute()
         self.logs = self.root / "logs"
         self.run = self.root / "run"
@@ -96,6 +97,9 @@ class DataFolder:
             fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError as error:
+            os.close(self.lock_fd)
+            raise _without_locks(self.root, error) from None
         return True
 
     def _holder(self) -> str:
@@ -107,7 +111,8 @@ class DataFolder:
 
 
 def is_in_use(root: Path) -> bool:
-    """True while a stack runs on the folder. It takes and frees the lock for this, and changes nothing."""
+    """True while a stack runs on the folder. It takes and frees the lock for this, and changes nothing. False on a file
+    system without locks, on which no stack starts."""
     try:
         lock_fd = os.open(root.expanduser() / "run" / "lock", os.O_RDONLY)
     except OSError:
@@ -116,9 +121,28 @@ def is_in_use(root: Path) -> bool:
         fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except OSError:
+        return False
     finally:
         os.close(lock_fd)
     return False
+
+
+def check_locks(folder: Path, there: Path) -> None:
+    """Raises SetupError when the file system of `there`, which is `folder` or will hold it, has no locks. It leaves no
+    file there."""
+    with tempfile.TemporaryFile(dir=there) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise _without_locks(folder, error) from None
+
+
+def _without_locks(folder: Path, error: OSError) -> SetupError:
+    return SetupError(
+        f"cannot lock the data folder {folder}: {error.strerror}; its file system has no locks: mount it with `flock` "
+        "(Lustre) or with a lock service (NFS), or choose a folder on a local disk with --data-dir"
+    )
 
 
 def _make_private(folder: Path) -> None:

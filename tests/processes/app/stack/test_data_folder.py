@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import stat
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import SetupError
-from app.stack.data_folder import DataFolder
+from app.stack.data_folder import DataFolder, check_locks, is_in_use
 from tests.processes.app.stack.running import alive
 
 LEAVE_A_PROCESS = """
@@ -56,6 +58,26 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_remedy(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SetupError, match=r"file/data: Not a directory; choose another with --data-dir"):
         DataFolder(tmp_path / "file" / "data")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK], ids=["Lustre", "NFS"])
+def test_a_folder_on_a_file_system_without_locks_is_named_with_the_remedy(code, tmp_path, monkeypatch):
+    DataFolder(tmp_path).close()
+    files = set(tmp_path.rglob("*"))
+
+    def flock(file, operation):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    said = (
+        rf"data folder {tmp_path}: {os.strerror(code)}; its file system has no locks: mount it with `flock`.*--data-dir"
+    )
+    with pytest.raises(SetupError, match=said):
+        DataFolder(tmp_path)
+    with pytest.raises(SetupError, match=said):
+        check_locks(tmp_path, tmp_path)
+    assert not is_in_use(tmp_path), "no stack can run there"
+    assert set(tmp_path.rglob("*")) == files
 
 
 def test_no_other_user_reads_the_folder_and_an_earlier_versions_is_made_private(tmp_path):

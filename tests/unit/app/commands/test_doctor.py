@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -232,6 +234,23 @@ def test_a_disk_that_is_full_is_wrong_and_one_nearly_full_a_warning(
 def test_a_folder_that_cannot_be_written_is_wrong(tinsmith: Doctor) -> None:
     said = tinsmith("--data-dir", "/dev/null/data")
     assert said.code == 1 and "wrong    data folder: /dev/null/data cannot be written; correct /dev/null" in said.text
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_file_system_without_locks_is_wrong(
+    exists: bool, tinsmith: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if exists:
+        DataFolder(tmp_path / "data").close()
+
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    said = tinsmith()
+    assert (
+        said.code == 1 and f"wrong    data folder: cannot lock the data folder {tmp_path}/data: Function" in said.text
+    )
 
 
 def test_an_s3_server_is_tried_and_one_that_is_away_is_wrong(tinsmith: Doctor, tmp_path: Path) -> None:
