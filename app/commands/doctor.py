@@ -139,13 +139,8 @@ def gpus(
     models, torch = tuple(gpu.name for gpu in hardware.nvidia_gpus(driver)), checks.installed_version("torch")
     if not torch:
         yield Finding("GPUs", WARNING, f"{_list(models)}; torch is missing: run `pip install 'tinsmith[train]'`")
-    elif models and hardware.torch_is_for_cpus():
-        yield Finding(
-            "GPUs",
-            WARNING,
-            f"{_list(models)}, but torch {torch} is a CPU build, so workers use the CPU; run `pip install torch=="
-            f"{torch.partition('+')[0]}`, or `make setup GPU=1` in a checkout",
-        )
+    elif unused := list(checks.unused_gpus(environ, driver)):
+        yield from (Finding("GPUs", WARNING, f"{_list(models)}; {line}") for line in unused)
     elif models and not hardware.hides_all_gpus(environ) and (fault := torch_fault()):
         yield Finding("GPUs", WRONG, f"{_list(models)}; {fault}")
     else:

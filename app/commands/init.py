@@ -14,7 +14,7 @@ from app.settings import BaseModelSettings
 from app.settings.template import template
 from app.stack import checks, hardware
 from app.stack.data_folder import write_private
-from app.stack.terminal import show, show_json, visible, wrapped
+from app.stack.terminal import show, show_json, visible, warn, wrapped
 
 _ABOUT = (
     "Settings of Tinsmith, written by `tinsmith init` for this machine.",
@@ -30,6 +30,8 @@ def init(file: Path, source: str | None, *, force: bool, as_json: bool) -> int:
     if file.exists() and not force:
         raise SetupError(f"{file} exists and stays as it is; name another file, or give --force to replace it")
     checks.training(BaseModelSettings(name=bundled.NAME, path=""))
+    for line in checks.unused_gpus():
+        warn(line)
     found = hardware.find()
     base = _base_model(source)
     weights = model_files.weight_bytes(base["path"]) if base else 0

@@ -1,14 +1,15 @@
 """Checks that run before anything starts. Each passes silently or raises SetupError with the remedy.
 
-`lacks_vllm`, `short_of_shared_memory` and `unreachable_links` find faults that a stack can run with.
+`lacks_vllm`, `unused_gpus`, `short_of_shared_memory` and `unreachable_links` find faults that a stack can run with.
 No check imports torch or vllm; the versions of the installed packages show a broken vLLM.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -169,10 +170,22 @@ def model_paths(settings: Settings) -> None:
 
 
 def lacks_vllm(settings: Settings, driver: Path = hardware.NVIDIA_GPUS) -> bool:
-    """True when a sampler would use vLLM if it were installed: a sampler's backend is auto, and there is an NVIDIA
-    GPU."""
+    """True when a sampler would use vLLM if it were installed: a sampler's backend is auto, and there is an NVIDIA GPU
+    that torch is built for."""
     wanted = any(section.backend == "auto" for base in settings.base_models for section in _samplers(base))
-    return wanted and not _has_vllm() and bool(hardware.nvidia_gpus(driver))
+    return wanted and not _has_vllm() and not hardware.torch_is_for_cpus() and bool(hardware.nvidia_gpus(driver))
+
+
+def unused_gpus(environ: Mapping[str, str] = os.environ, driver: Path = hardware.NVIDIA_GPUS) -> Iterator[str]:
+    """Yields a line if torch is a CPU build on a machine with GPUs that CUDA_VISIBLE_DEVICES does not hide. That build
+    comes from a setup on a machine without GPUs, such as a login node."""
+    if hardware.torch_is_for_cpus() and not hardware.hides_all_gpus(environ) and hardware.nvidia_gpus(driver):
+        torch = installed_version("torch")
+        # `==` matches every local build: pip takes 2.13.0+cpu for 2.13.0 and installs nothing.
+        yield (
+            f"torch {torch} is a CPU build, so workers do not use this machine's GPUs; run `pip install torch==="
+            f"{torch.partition('+')[0]}`, or `make setup GPU=1` in a checkout"
+        )
 
 
 def short_of_shared_memory(settings: Settings) -> Iterator[str]:

@@ -88,10 +88,7 @@ def up(options: Options) -> int:
     with _private_files(), closing(DataFolder(settings.data_dir)) as folder:
         with interrupted_by(*_STOP_SIGNALS):  # it may fetch a model for minutes
             plan = prepare(settings, options, folder)
-        if checks.lacks_vllm(plan.settings):
-            warn(NO_VLLM)
-        for line in (*checks.short_of_shared_memory(plan.settings), *checks.unreachable_links(plan.settings)):
-            warn(line)
+        _warn_of_faults(plan.settings)
         say(f"data in {folder.root}, logs in {folder.logs}{_key_notice(settings, folder)}")
         with (
             stop_signals(*_STOP_SIGNALS) as stopping,
@@ -100,6 +97,18 @@ def up(options: Options) -> int:
         ):
             _run(supervisor, plan, say, None if options.quiet else stopping)
     return 0
+
+
+def _warn_of_faults(settings: Settings) -> None:
+    """Prints the faults that the stack can run with."""
+    if checks.lacks_vllm(settings):
+        warn(NO_VLLM)
+    for line in (
+        *checks.unused_gpus(),
+        *checks.short_of_shared_memory(settings),
+        *checks.unreachable_links(settings),
+    ):
+        warn(line)
 
 
 def _teller(options: Options) -> Callable[[str], None]:

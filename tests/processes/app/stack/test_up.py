@@ -411,6 +411,21 @@ def test_a_cpu_without_bf16_instructions_is_told_that_it_computes_in_fp32(settin
     assert [line.startswith("small: in float32, because this CPU") for line in others] == [True] * told
 
 
+def test_gpus_that_a_cpu_build_of_torch_does_not_use_are_one_line(tmp_path, model, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '0, 00000000:3B:00.0, NVIDIA H100 80GB HBM3, 81559, 4'\n")
+    smi.chmod(0o755)
+    (tmp_path / "torch-2.13.0+cpu.dist-info").mkdir()
+    (tmp_path / "torch-2.13.0+cpu.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.13.0+cpu\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    with stack(tmp_path / "data", model, "--quiet") as (process, ready):
+        assert ready.startswith("ready ")
+        process.terminate()
+        (line,) = process.stderr.read().splitlines()
+    assert line.startswith("torch 2.13.0+cpu is a CPU build, so workers do not use this machine's GPUs; run ")
+
+
 def test_a_start_on_an_empty_store_ends_with_2_and_one_line(tmp_path, model):
     with stack(tmp_path / "data", model):
         pass

@@ -309,10 +309,14 @@ def test_a_model_of_the_hub_is_left_to_the_stack(tinsmith: Doctor) -> None:
     assert said.code == 0 and f"ok       model {BASE}: org/name on the Hugging Face hub" in said.text
 
 
-def test_gpus_beside_a_cpu_build_of_torch_are_a_warning(tmp_path: Path) -> None:
+def test_gpus_beside_a_cpu_build_of_torch_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path, monkeypatch, torch="2.13.0+cpu")
     found = list(doctor.gpus(Settings(), {}, driver_of(tmp_path, 2)))
     assert [finding.state for finding in found] == [WARNING]
-    assert "0: NVIDIA H100 80GB HBM3, 1: NVIDIA H100" in found[0].text and "is a CPU build" in found[0].text
+    assert found[0].text.startswith(
+        "0: NVIDIA H100 80GB HBM3, 1: NVIDIA H100 80GB HBM3; torch 2.13.0+cpu is a CPU build"
+    )
+    assert "run `pip install torch===2.13.0`" in found[0].text
 
 
 def test_gpus_beside_a_cuda_build_are_listed_and_vllm_is_missed(

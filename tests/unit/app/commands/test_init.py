@@ -16,6 +16,7 @@ from app.stack.config import Options
 from app.stack.data_folder import DataFolder
 from app.stack.hardware import Gpu, Hardware
 from app.stack.up import prepare
+from tests.unit.app.commands.test_doctor import installed
 from tests.unit.app.stack.test_terminal import HOSTILE
 
 GIB = 2**30
@@ -62,6 +63,21 @@ def test_output_says_what_was_found_and_how_to_start(
         "wrote my settings.toml; start the stack with `tinsmith up --config 'my settings.toml'`",
     ]
     assert stat.S_IMODE(Path("my settings.toml").stat().st_mode) == 0o600, "it may hold secrets later"
+
+
+def test_gpus_that_a_cpu_build_of_torch_does_not_use_are_a_line_beside_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho '0, 00000000:3B:00.0, NVIDIA H100 80GB HBM3, 81559, 4'\n")
+    smi.chmod(0o755)
+    monkeypatch.setattr(hardware, "NVIDIA_SMI", str(smi))
+    installed(tmp_path, monkeypatch, torch="2.13.0+cpu")
+    assert cli.main(["init", "--json"]) == 0
+    out, error = capsys.readouterr()
+    assert json.loads(out)["file"] == "tinsmith.toml"
+    assert error.startswith("torch 2.13.0+cpu is a CPU build, so workers do not use this machine's GPUs; run ")
+    assert error.count("\n") == 1
 
 
 def test_json_has_the_same(capsys: pytest.CaptureFixture[str]):

@@ -93,21 +93,42 @@ def test_a_setting_beside_split_layers_is_refused(other: dict[str, Any], name: s
 
 
 @pytest.mark.parametrize(
-    ("driver", "backend", "installed_vllm", "lacks"),
+    ("driver", "backend", "installed_vllm", "torch", "lacks"),
     [
-        (True, "auto", False, True),
-        (True, "auto", True, False),
-        (False, "auto", False, False),
-        (True, "transformers", False, False),
+        (True, "auto", False, "2.13.0", True),
+        (True, "auto", True, "2.13.0", False),
+        (False, "auto", False, "2.13.0", False),
+        (True, "transformers", False, "2.13.0", False),
+        (True, "auto", False, "2.13.0+cpu", False),
     ],
 )
-def test_a_gpu_without_vllm_is_noticed_unless_another_sampler_is_asked_for(
-    driver, backend, installed_vllm, lacks, tmp_path, monkeypatch
+def test_a_gpu_without_vllm_is_noticed_unless_another_sampler_is_asked_for_or_torch_does_not_use_it(
+    driver, backend, installed_vllm, torch, lacks, tmp_path, installed, monkeypatch
 ):
+    installed(torch=torch)
     monkeypatch.setattr(checks, "installed_version", lambda name: "0.32.0" if installed_vllm else "")
-    (tmp_path / "0000:3b:00.0").mkdir() if driver else None
+    (tmp_path / "driver" / "0000:3b:00.0").mkdir(parents=True) if driver else None
     settings = Settings(base_models=(base_model(sampler=SamplerSettings(backend=backend)),))
-    assert checks.lacks_vllm(settings, tmp_path) is lacks
+    assert checks.lacks_vllm(settings, tmp_path / "driver") is lacks
+
+
+def test_gpus_that_a_cpu_build_of_torch_does_not_use_are_noticed_with_the_remedy(tmp_path, installed):
+    installed(torch="2.13.0+cpu")
+    driver = tmp_path / "driver"
+    assert not [*checks.unused_gpus({}, driver)]
+    (driver / "0000:3b:00.0").mkdir(parents=True)
+    (line,) = checks.unused_gpus({}, driver)
+    assert line == (
+        "torch 2.13.0+cpu is a CPU build, so workers do not use this machine's GPUs; run `pip install torch===2.13.0`, "
+        "or `make setup GPU=1` in a checkout"
+    )
+    assert not [*checks.unused_gpus({"CUDA_VISIBLE_DEVICES": ""}, driver)]
+
+
+def test_a_cuda_build_of_torch_uses_the_gpus(tmp_path, installed):
+    installed(torch="2.13.0")
+    (tmp_path / "driver" / "0000:3b:00.0").mkdir(parents=True)
+    assert not [*checks.unused_gpus({}, tmp_path / "driver")]
 
 
 def full_fine_tune(folder: Path, room: int, **full_sampler: Any) -> Settings:
