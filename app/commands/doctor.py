@@ -282,7 +282,11 @@ def _model(base: BaseModelSettings) -> Findings:
         yield from _judged(name, [*wrong, partial(model_files.check, folder)], f"{folder}, with whole weights")
     else:
         hub = f"{base.path} on the Hugging Face hub, which is asked when the stack starts"
-        yield from _judged(name, wrong, hub)
+        findings = [*_judged(name, wrong, hub)]
+        yield from findings
+        if findings[0].state == OK and not model_files.weight_bytes(base.path):
+            for mistake in _mistakes([partial(model_files.check_cache, base.path)]):
+                yield Finding(name, WARNING, mistake)
 
 
 def _bundled(settings: Settings) -> Findings:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,26 @@ def downloaded() -> set[str]:
     except CacheNotFound:
         return set()
     return {repo.repo_id for repo in repos if repo.repo_type == "model" and weight_bytes(repo.repo_id)}
+
+
+def check_cache(hub_id: str) -> None:
+    """Raises SetupError when a file of the model cannot be written to the hub's cache. It leaves no file there.
+
+    Users may share a cache: then one may have made a folder in it that others cannot write.
+    """
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.file_download import repo_folder_name
+
+    cache, name = Path(HF_HUB_CACHE), repo_folder_name(repo_id=hub_id, repo_type="model")
+    for folder in (cache / name / "blobs", cache / name / "snapshots", cache / ".locks" / name):
+        there = next(path for path in (folder, *folder.parents) if os.access(path, os.F_OK))
+        try:
+            tempfile.TemporaryFile(dir=there).close()
+        except OSError as error:
+            raise SetupError(
+                f"{hub_id} cannot be downloaded into the Hugging Face cache {cache}: {there}: {error.strerror}; set "
+                "HF_HOME to a folder that this user can write"
+            ) from None
 
 
 def _cached(hub_id: str) -> Path | None:

@@ -89,7 +89,7 @@ def add_model(hub_id: str, *, as_json: bool) -> int:
     """Downloads a model and prints the weights that LoRA covers and the lines for the config file.
 
     Raises SetupError before any weights are fetched when the hub does not give the model, when LoRA cannot train it, or
-    when the disk has too little room.
+    when the cache cannot be written or has too little room.
     """
     base = BaseModelSettings(name=hub_id, path=hub_id)
     checks.model_path(base)
@@ -125,9 +125,11 @@ def _count(parameters: int) -> str:
 
 def _missing(hub_id: str) -> dict[str, int]:
     """The bytes of each file that is not here yet. Raises SetupError when there are no weights that can be read, or the
-    disk has no room for them."""
+    cache cannot be written or has no room for them."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
+    if not model_files.weight_bytes(hub_id):
+        model_files.check_cache(hub_id)
     files = _asked(hub_id, dry_run=True)
     if not any(file.filename.endswith(".safetensors") for file in files):
         raise SetupError(f"{hub_id} has no safetensors files on the Hugging Face hub; other formats are not read")

@@ -6,6 +6,7 @@ type, and some contain paragraphs of advice that does not apply here.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from app.settings import BaseModelSettings
 from workers.backends.failures import ran_out_of_memory
 
 _SHOWN_CHARACTERS = 300
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _REASONS = {
     "trust_remote_code": "it needs Python code from its repository, and Tinsmith runs no such code",
     "ignore_mismatched_sizes": "its weights do not have the shapes that its config.json gives",
@@ -55,8 +57,8 @@ def explained(settings: BaseModelSettings, *, tokenizer: bool = False) -> Iterat
         if is_there:
             raise SetupError(f"{what} cannot be loaded from {source!r}: {_cause(error)}") from error
         raise SetupError(
-            f"{what} cannot be loaded from {source!r} on the Hugging Face hub: {_cause(error)}; or give a local "
-            f"folder: {_local_form(settings, tokenizer=tokenizer and bool(settings.tokenizer))}"
+            f"{what} cannot be loaded from {source!r} on the Hugging Face hub: {_of_cache(error) or _cause(error)}; or "
+            f"give a local folder: {_local_form(settings, tokenizer=tokenizer and bool(settings.tokenizer))}"
         ) from error
 
 
@@ -72,6 +74,15 @@ def _check_readable(folder: Path) -> None:
 
 def _local_form(settings: BaseModelSettings, *, tokenizer: bool) -> str:
     return 'tokenizer = "/path/to/folder"' if tokenizer else f"--base-model {settings.name}=/path/to/folder"
+
+
+def _of_cache(error: Exception) -> str:
+    """The cause if this user may not use a file of the hub's cache; else empty. transformers then writes that another
+    user downloads the model."""
+    for each in _chain(error):
+        if isinstance(each, OSError) and each.filename and each.errno in _NOT_ALLOWED:
+            return f"{each.filename}: {each.strerror}; set HF_HOME to a folder that this user can write"
+    return ""
 
 
 def _cause(error: Exception) -> str:

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 from tests.http_server import Handler, serving
+from tests.hub_of_models import hub_of_models
+from tests.models import tiny_qwen3
 
 
 class Hub(Handler):
@@ -20,10 +22,11 @@ class Hub(Handler):
 
 
 ASK = """
+import sys
 from app.errors import SetupError
 from app.settings import BaseModelSettings
 from workers.models import base_model
-for path in ("org/gated", "org/unknown"):
+for path in sys.argv[1:]:
     try:
         base_model.load(BaseModelSettings(name="tiny", path=path))
     except SetupError as error:
@@ -31,12 +34,27 @@ for path in ("org/gated", "org/unknown"):
 """
 
 
+def told(endpoint: str, home: str, *paths: str) -> list[str]:
+    """The refusals of these models by a process that loads them."""
+    # huggingface_hub reads the hub's address when it is imported.
+    own = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": home}
+    command = [sys.executable, "-c", ASK, *paths]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own})
+    return done.stdout.splitlines()
+
+
 def test_a_model_that_the_hub_does_not_give_is_named_with_the_cause_and_the_local_form(tmp_path: Path) -> None:
     with serving(Hub) as endpoint:
-        # huggingface_hub reads the hub's address when it is imported.
-        own = {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-        done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, env={**os.environ, **own})
-    gated, unknown = done.stdout.splitlines()
+        gated, unknown = told(endpoint, str(tmp_path), "org/gated", "org/unknown")
     assert "from 'org/gated' on the Hugging Face hub: it is gated: ask for access there, and set HF_TOKEN" in gated
     assert "from 'org/unknown' on the Hugging Face hub: there is no such model, or it is private" in unknown
     assert all(line.endswith("--base-model tiny=/path/to/folder") for line in (gated, unknown))
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    """Nobody, not even root, may make a folder in /sys."""
+    with hub_of_models() as hub:
+        hub.repos["org/m"] = tiny_qwen3(tmp_path / "m")
+        (line,) = told(hub.url, "/sys/cache", "org/m")
+    assert "on the Hugging Face hub: /sys/cache: " in line
+    assert "; set HF_HOME to a folder that this user can write; or give a local folder: --base-model tiny=/path" in line

@@ -309,6 +309,17 @@ def test_a_model_of_the_hub_is_left_to_the_stack(tinsmith: Doctor) -> None:
     assert said.code == 0 and f"ok       model {BASE}: org/name on the Hugging Face hub" in said.text
 
 
+def test_a_model_of_the_hub_that_cannot_be_downloaded_is_a_warning_unless_it_is_here(
+    tinsmith: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/dev/null/hub")
+    said = tinsmith(config=of_model(Path("org/name")))
+    assert said.code == 0 and f"warning  model {BASE}: org/name cannot be downloaded into the Hugging" in said.text
+    assert "HF_HOME" not in tinsmith(config=of_model(Path("/no/such"))).text
+    monkeypatch.setattr("app.commands.model_files.weight_bytes", lambda _: 1)
+    assert "HF_HOME" not in tinsmith(config=of_model(Path("org/name"))).text
+
+
 def test_gpus_beside_a_cpu_build_of_torch_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(tmp_path, monkeypatch, torch="2.13.0+cpu")
     found = list(doctor.gpus(Settings(), {}, driver_of(tmp_path, 2)))

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from app import cli
-from app.commands import models
+from app.commands import model_files, models
 from app.demo import model as bundled
 from app.stack.data_folder import DataFolder
 from tests.hub_of_models import Hub, hub_of_models
@@ -85,6 +85,35 @@ def test_a_model_larger_than_the_free_disk_is_refused(
     said = refused("org/m", capsys)
     assert "org/m has 0.0 GiB to download, but" in said and "set HF_HOME to a folder on another disk" in said
     assert hub.sent == []
+
+
+@pytest.mark.parametrize("part", ["", "models--org--m/snapshots", ".locks/models--org--m"])
+def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(
+    part: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Root may write everywhere, so a file lies where the cache has a folder."""
+    hub.repos["org/m"] = model_folder(tmp_path / "m")
+    taken = tmp_path / "cache" / part
+    taken.parent.mkdir(parents=True, exist_ok=True)
+    taken.touch()
+    assert refused("org/m", capsys) == (
+        f"tinsmith: org/m cannot be downloaded into the Hugging Face cache {tmp_path}/cache: {taken}: Not a directory; "
+        "set HF_HOME to a folder that this user can write"
+    )
+    assert hub.sent == []
+
+
+def test_a_model_that_is_here_needs_no_cache_that_can_be_written(
+    reported: None, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hub.repos["org/m"] = model_folder(tmp_path / "m")
+    assert cli.main(["models", "add", "org/m"]) == 0
+
+    def refuses(dir: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(model_files.tempfile, "TemporaryFile", refuses)
+    assert cli.main(["models", "add", "org/m"]) == 0
 
 
 @pytest.fixture

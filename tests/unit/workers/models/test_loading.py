@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -198,6 +199,20 @@ def test_a_hub_tokenizer_names_the_setting_that_takes_a_folder(whole: Path) -> N
     message = refusal(vocabulary.load_vocabulary, whole, tokenizer="no-such-owner/no-such-model")
     assert "the tokenizer of base model 'tiny' cannot be loaded from 'no-such-owner/no-such-model'" in message
     assert message.endswith('tokenizer = "/path/to/folder"')
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_a_hub_cache_that_cannot_be_written_is_named_with_the_remedy(code: int) -> None:
+    with pytest.raises(SetupError) as caught, explained(settings("org/m")):
+        try:
+            raise OSError(code, os.strerror(code), "/.cache")
+        except OSError as error:
+            raise OSError("Common causes: 1) another user is downloading the same model") from error
+    assert str(caught.value) == (
+        "base model 'tiny' cannot be loaded from 'org/m' on the Hugging Face hub: /.cache: "
+        f"{os.strerror(code)}; set HF_HOME to a folder that this user can write; or give a local folder: "
+        "--base-model tiny=/path/to/folder"
+    )
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError()])
