@@ -20,8 +20,9 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 """The NVIDIA driver's folder, with a folder for each GPU."""
 NVIDIA_SMI = "nvidia-smi"
-_QUERY = ("--query-gpu=index,pci.bus_id,name,memory.total,memory.used", "--format=csv,noheader,nounits")
+_QUERY = ("--query-gpu=index,pci.bus_id,name,memory.total,memory.used,uuid", "--format=csv,noheader,nounits")
 _QUERY_S = 30
+_IDS = ("GPU-", "MIG-")
 # An idle GPU reports some hundred MiB of the driver, and a desktop takes as much.
 _IN_USE = 2**30
 SHARED = 0.45
@@ -40,6 +41,8 @@ class Gpu:
     used_bytes: int = 0
     address: str = ""
     """On the PCI bus: numbers differ between containers."""
+    uuid: str = ""
+    """Such as GPU-8932f937-d72c-4106-c12f-20bd9faed9f6; empty if it is not known."""
 
     def __str__(self) -> str:
         memory = f", {gib(self.memory_bytes)}" if self.memory_bytes else ""
@@ -88,7 +91,13 @@ def nvidia_gpus(driver: Path = NVIDIA_GPUS) -> tuple[Gpu, ...]:
     """Returns the GPUs that this process has: those that nvidia-smi lists or, without its answer, those in the driver's
     folder. In a container that folder may list all of the host's GPUs, and WSL 2 has none."""
     return _by_nvidia_smi() or tuple(
-        Gpu(number, _model(folder / "information"), 0, address=folder.name)
+        Gpu(
+            number,
+            _information(folder, "Model") or "NVIDIA GPU",
+            0,
+            address=folder.name,
+            uuid=_information(folder, "GPU UUID"),
+        )
         for number, folder in enumerate(sorted(driver.glob("*")))
     )
 
@@ -96,7 +105,7 @@ def nvidia_gpus(driver: Path = NVIDIA_GPUS) -> tuple[Gpu, ...]:
 def visible_gpus(environ: Mapping[str, str], driver: Path = NVIDIA_GPUS) -> tuple[int, ...]:
     """Returns the numbers of the GPUs that workers may use: those in CUDA_VISIBLE_DEVICES, or else all.
 
-    None beside a CPU build of torch. Raises SetupError for GPUs that have no numbers there.
+    None beside a CPU build of torch. Raises SetupError for a MIG slice there, and for an unknown UUID.
     """
     if torch_is_for_cpus():
         return ()
@@ -104,19 +113,37 @@ def visible_gpus(environ: Mapping[str, str], driver: Path = NVIDIA_GPUS) -> tupl
     if listed is None:
         return tuple(gpu.number for gpu in nvidia_gpus(driver))
     names = [name.strip() for name in listed.split(",")]
-    if any(name.startswith(("GPU-", "MIG-")) for name in names):
-        raise SetupError(
-            f"CUDA_VISIBLE_DEVICES is {listed!r}; list the GPUs by nvidia-smi's numbers there, or name `devices` in "
-            "every section of workers"
-        )
-    return tuple(int(name) for name in names if name.isdigit())
+    gpus = nvidia_gpus(driver) if any(name.startswith(_IDS) for name in names) else ()
+    return tuple(_number(name, gpus, listed) for name in names if name.isdigit() or name.startswith(_IDS))
+
+
+def _number(name: str, gpus: Sequence[Gpu], listed: str) -> int:
+    if name.isdigit():
+        return int(name)
+    if (gpu := by_name(name, gpus)) is not None:
+        return gpu.number
+    raise SetupError(
+        f"CUDA_VISIBLE_DEVICES is {listed!r}, and {name} is not the UUID of one GPU of `nvidia-smi -L`; list whole "
+        "GPUs there, by their numbers or UUIDs: MIG slices are not supported"
+    )
+
+
+def by_name(name: str, gpus: Sequence[Gpu]) -> Gpu | None:
+    """Returns the GPU that CUDA_VISIBLE_DEVICES names so; None for no GPU, and for the beginning of several UUIDs."""
+    found = [gpu for gpu in gpus if is_named(name, str(gpu.number), gpu.uuid)]
+    return found[0] if len(found) == 1 else None
+
+
+def is_named(name: str, number: str, uuid: str) -> bool:
+    """True if CUDA_VISIBLE_DEVICES may name a GPU so: by nvidia-smi's number, or by its UUID or the beginning of it."""
+    return name == number or (name.startswith("GPU-") and uuid.startswith(name))
 
 
 def hides_all_gpus(environ: Mapping[str, str]) -> bool:
     """True if CUDA_VISIBLE_DEVICES names no GPU, such as '' and -1. CUDA ends its list at the first other name."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     first = (listed or "").partition(",")[0].strip()
-    return listed is not None and not (first.isdigit() or first.startswith(("GPU-", "MIG-")))
+    return listed is not None and not (first.isdigit() or first.startswith(_IDS))
 
 
 def torch_is_for_cpus() -> bool:
@@ -186,9 +213,10 @@ def _by_nvidia_smi() -> tuple[Gpu, ...]:
 
 
 def _of_row(row: str) -> Gpu:
-    number, address, name, total, used = row.split(", ")
+    number, address, name, total, used, uuid = row.split(", ")
     # The driver's folders have four digits of the PCI domain, nvidia-smi has eight: 00000000:3B:00.0.
-    return Gpu(int(number), name, _mebibytes(total), _mebibytes(used), address.lower()[-len("0000:00:00.0") :])
+    address = address.lower()[-len("0000:00:00.0") :]
+    return Gpu(int(number), name, _mebibytes(total), _mebibytes(used), address, uuid)
 
 
 def _mebibytes(text: str) -> int:
@@ -196,10 +224,10 @@ def _mebibytes(text: str) -> int:
     return int(text) * 2**20 if text.isdigit() else 0
 
 
-def _model(information: Path) -> str:
-    """The model in a GPU's file of the driver, such as NVIDIA H100 80GB HBM3."""
+def _information(folder: Path, field: str) -> str:
+    """A field of a GPU's file of the driver, such as NVIDIA H100 80GB HBM3 for Model; empty without it."""
     try:
-        found = re.search(r"^Model:\s*(.+?)\s*$", information.read_text(), re.MULTILINE)
+        found = re.search(rf"^{field}:\s*(.+?)\s*$", (folder / "information").read_text(), re.MULTILINE)
     except OSError:
         found = None
-    return found[1] if found else "NVIDIA GPU"
+    return found[1] if found else ""

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from app.stack.hardware import is_named
+
 _QUERY = (
     *("nvidia-smi", "--query-gpu=index,uuid,memory.used,memory.total,utilization.gpu"),
     "--format=csv,noheader,nounits",
@@ -90,7 +92,7 @@ def _gpus() -> list[_Gpu]:
     if visible is None:
         return gpus
     ids = [id_.strip() for id_ in visible.split(",")]
-    return [gpu for gpu in gpus if any(_is_named(gpu, id_) for id_ in ids)]
+    return [gpu for gpu in gpus if any(is_named(id_, gpu.number, gpu.uuid) for id_ in ids)]
 
 
 def _parsed(line: str) -> _Gpu | None:
@@ -100,8 +102,3 @@ def _parsed(line: str) -> _Gpu | None:
         return _Gpu(number, uuid, int(used) * 2**20, int(total) * 2**20, float(busy) / 100)
     except ValueError:
         return None
-
-
-def _is_named(gpu: _Gpu, id_: str) -> bool:
-    """True if the id is the GPU's number, or the beginning of its UUID."""
-    return id_ == gpu.number or (id_.startswith("GPU-") and gpu.uuid.startswith(id_))

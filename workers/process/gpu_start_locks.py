@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from app.stack.hardware import NVIDIA_GPUS, nvidia_gpus, torch_is_for_cpus
+from app.stack.hardware import NVIDIA_GPUS, by_name, nvidia_gpus, torch_is_for_cpus
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.1
@@ -44,14 +44,16 @@ def starting(folder: Path, gpus: Sequence[str], *, alone: bool) -> Iterator[None
 def visible(environ: Mapping[str, str], driver: Path = NVIDIA_GPUS) -> list[str]:
     """Returns the PCI addresses of the GPUs that a process sees: their numbers differ between containers.
 
-    A GPU that CUDA_VISIBLE_DEVICES gives by its UUID has this name. None beside a CPU build of torch.
+    A name in CUDA_VISIBLE_DEVICES that is no known GPU's, such as a MIG slice's, stays. None beside a CPU build of
+    torch.
     """
     if torch_is_for_cpus():
         return []
-    by_number = {str(gpu.number): gpu.address for gpu in nvidia_gpus(driver)}
+    gpus = nvidia_gpus(driver)
     if (listed := environ.get("CUDA_VISIBLE_DEVICES")) is None:
-        return list(by_number.values())
-    return [by_number.get(name, name) for name in map(str.strip, listed.split(",")) if name]
+        return [gpu.address for gpu in gpus]
+    names = [name.strip() for name in listed.split(",")]
+    return [gpu.address if (gpu := by_name(name, gpus)) else name for name in names if name]
 
 
 def _opened(folder: Path, gpus: Sequence[str]) -> list[int]:

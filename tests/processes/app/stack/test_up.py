@@ -413,7 +413,7 @@ def test_a_cpu_without_bf16_instructions_is_told_that_it_computes_in_fp32(settin
 
 def test_gpus_that_a_cpu_build_of_torch_does_not_use_are_one_line(tmp_path, model, monkeypatch):
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '0, 00000000:3B:00.0, NVIDIA H100 80GB HBM3, 81559, 4'\n")
+    smi.write_text("#!/bin/sh\necho '0, 00000000:3B:00.0, NVIDIA H100 80GB HBM3, 81559, 4, GPU-1'\n")
     smi.chmod(0o755)
     (tmp_path / "torch-2.13.0+cpu.dist-info").mkdir()
     (tmp_path / "torch-2.13.0+cpu.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.13.0+cpu\n")

@@ -394,7 +394,7 @@ def test_workers_without_room_on_the_gpus_are_wrong(tmp_path: Path, monkeypatch:
     by_name = {"CUDA_VISIBLE_DEVICES": "GPU-1"}
     (wrong,) = doctor.gpus(Settings(base_models=(base,)), by_name, tmp_path / "nvidia" / "gpus", str)
     assert wrong.state == WRONG
-    assert wrong.text.startswith("CUDA_VISIBLE_DEVICES is 'GPU-1'; list the GPUs by nvidia-smi's numbers")
+    assert wrong.text.startswith("CUDA_VISIBLE_DEVICES is 'GPU-1', and GPU-1 is not the UUID of one GPU")
 
 
 def test_a_sampler_that_sleeps_beside_no_trainer_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_gpus_that_a_cpu_build_of_torch_does_not_use_are_a_line_beside_the_outpu
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '0, 00000000:3B:00.0, NVIDIA H100 80GB HBM3, 81559, 4'\n")
+    smi.write_text("#!/bin/sh\necho '0, 00000000:3B:00.0, NVIDIA H100 80GB HBM3, 81559, 4, GPU-1'\n")
     smi.chmod(0o755)
     monkeypatch.setattr(hardware, "NVIDIA_SMI", str(smi))
     installed(tmp_path, monkeypatch, torch="2.13.0+cpu")

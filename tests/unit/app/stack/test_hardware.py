@@ -13,16 +13,21 @@ from app.stack.hardware import Gpu, Hardware, layout
 
 GIB = 2**30
 H100 = "NVIDIA H100 80GB HBM3"
+UUIDS = ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "GPU-89aa0000-77c2-4e5b-9f1c-1f3a5b7c9d0e")
 
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a driver with two GPUs, and its nvidia-smi."""
-    for number in range(2):
+    for number, uuid in enumerate(UUIDS):
         gpu = tmp_path / "gpus" / f"0000:{number}:00.0"
         gpu.mkdir(parents=True)
-        (gpu / "information").write_text(f"Model: \t\t {H100}\nIRQ:   \t\t 150\n")
-    answers(tmp_path / "gpus", f"0, 00000000:00:00.0, {H100}, 81559, 40000", f"1, 00000000:3B:00.0, {H100}, 40960, 500")
+        (gpu / "information").write_text(f"Model: \t\t {H100}\nIRQ:   \t\t 150\nGPU UUID: \t {uuid}\n")
+    answers(
+        tmp_path / "gpus",
+        f"0, 00000000:00:00.0, {H100}, 81559, 40000, {UUIDS[0]}",
+        f"1, 00000000:3B:00.0, {H100}, 40960, 500, {UUIDS[1]}",
+    )
     monkeypatch.setattr(hardware, "NVIDIA_SMI", str(tmp_path / "nvidia-smi"))
     monkeypatch.setattr(hardware, "torch_is_for_cpus", lambda: False)
     return tmp_path / "gpus"
@@ -61,10 +66,10 @@ def test_gpus_have_the_memory_that_nvidia_smi_tells(driver: Path):
 
 
 def test_a_container_has_the_gpus_that_nvidia_smi_lists_whatever_the_drivers_folder_has(driver: Path):
-    answers(driver, f"0, 00000000:3B:00.0, {H100}, 81559, 4")
+    answers(driver, f"0, 00000000:3B:00.0, {H100}, 81559, 4, {UUIDS[0]}")
     assert hardware.visible_gpus({}, driver) == (0,), "by CDI: the folder has all GPUs of the host"
     assert [gpu.address for gpu in hardware.nvidia_gpus(driver)] == ["0000:3b:00.0"]
-    answers(driver, "0, 00000000:01:00.0, NVIDIA GeForce RTX 4090, 24564, 900")
+    answers(driver, "0, 00000000:01:00.0, NVIDIA GeForce RTX 4090, 24564, 900, GPU-1")
     found = hardware.find({}, driver / "no folder")
     assert found.lines() == ["GPU 0: NVIDIA GeForce RTX 4090, 24.0 GiB"], "WSL 2"
 
@@ -82,7 +87,7 @@ def test_gpus_without_an_answer_of_nvidia_smi_have_no_memory_known(driver: Path,
 def test_gpus_that_other_programs_use_come_last(driver: Path):
     assert hardware.emptiest_first((0, 1)) == (1, 0)
     assert hardware.used_bytes() == {0: 40000 * 2**20}, "some hundred MiB are the driver's own"
-    answers(driver, f"0, 00000000:3B:00.0, {H100}, 81559, [N/A]")
+    answers(driver, f"0, 00000000:3B:00.0, {H100}, 81559, [N/A], {UUIDS[0]}")
     assert hardware.emptiest_first((1, 0)) == (1, 0) and hardware.find({}, driver).gpus[0].memory_bytes
     (driver.parent / "nvidia-smi").unlink()
     assert hardware.emptiest_first((3, 1)) == (3, 1)
@@ -109,11 +114,23 @@ def test_the_gpus_are_those_of_the_driver_or_of_the_environment_unless_torch_is_
     assert hardware.visible_gpus({}, tmp_path / "no driver") == ()
 
 
-@pytest.mark.parametrize("name", ["GPU-8932f937", "MIG-8932f937"])
-def test_gpus_without_numbers_are_a_setup_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "version", lambda _: "2.11.0")
-    with pytest.raises(SetupError, match=rf"CUDA_VISIBLE_DEVICES is '{name}'; list the GPUs by nvidia-smi's numbers"):
-        hardware.visible_gpus({"CUDA_VISIBLE_DEVICES": name})
+@pytest.mark.parametrize("smi", [True, False], ids=["nvidia-smi", "driver"])
+@pytest.mark.parametrize(
+    ("listed", "found"), [(f"{UUIDS[1]},{UUIDS[0]}", (1, 0)), ("GPU-89a, 0", (1, 0)), ("GPU-8932f937", (0,))]
+)
+def test_gpus_may_be_given_by_their_uuids_as_slurm_does(
+    listed: str, found: tuple[int, ...], smi: bool, driver: Path
+) -> None:
+    if not smi:
+        (driver.parent / "nvidia-smi").unlink()
+    assert hardware.visible_gpus({"CUDA_VISIBLE_DEVICES": listed}, driver) == found
+
+
+@pytest.mark.parametrize("name", ["GPU-89", "GPU-8932f938", "MIG-8932f937"], ids=["of two", "unknown", "slice"])
+def test_a_name_that_is_not_one_whole_gpus_is_a_setup_error(name: str, driver: Path) -> None:
+    said = rf"CUDA_VISIBLE_DEVICES is '0,{name}', and {name} is not the UUID of one GPU of `nvidia-smi -L`; list whole"
+    with pytest.raises(SetupError, match=said):
+        hardware.visible_gpus({"CUDA_VISIBLE_DEVICES": f"0,{name}"}, driver)
 
 
 @pytest.mark.parametrize(("flags", "said"), [("sse2 avx512_bf16", "with "), ("amx_bf16", "with "), ("fma", "without ")])

@@ -142,15 +142,17 @@ def test_a_child_that_was_forked_meanwhile_keeps_no_lock(tmp_path: Path) -> None
     [
         (None, ["0000:01:00.0", "0000:41:00.0", "0000:81:00.0"]),
         ("2,0", ["0000:81:00.0", "0000:01:00.0"]),
-        (" 1 , GPU-8932f937", ["0000:41:00.0", "GPU-8932f937"]),
+        (" 1 , GPU-c0", ["0000:41:00.0", "0000:81:00.0"]),
+        ("GPU-a0-1,GPU-d0,MIG-a0", ["0000:01:00.0", "GPU-d0", "MIG-a0"]),
         ("", []),
     ],
 )
 def test_a_gpu_has_one_name_for_all_processes(
     listed: str | None, found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for address in ("0000:41:00.0", "0000:01:00.0", "0000:81:00.0"):
+    for address, uuid in (("0000:41:00.0", "GPU-b0-1"), ("0000:01:00.0", "GPU-a0-1"), ("0000:81:00.0", "GPU-c0-1")):
         (tmp_path / address).mkdir()
+        (tmp_path / address / "information").write_text(f"Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}\n")
     environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
     for for_cpus in (False, True):
         monkeypatch.setattr(gpu_start_locks, "torch_is_for_cpus", partial(bool, for_cpus))
