@@ -14,6 +14,7 @@ from app import malloc, settings
 from app.dispatch import sample_queue, train_queue
 from app.errors import SetupError
 from app.settings.gpus import gpus_of_copies
+from app.stack.memory import usable_cores
 from workers.process import gpu_start_locks, multinode
 from workers.process.startup import refuse, uncollected
 
@@ -66,7 +67,7 @@ def _start_ranks(
 
 def _threads_each(ranks: int) -> int:
     """The cores for each of `ranks` ranks. torchrun itself would give each rank one thread."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    return max(1, usable_cores() // ranks)
 
 
 def _follow(everything: settings.Settings, base: settings.BaseModelSettings, *, full: bool) -> None:

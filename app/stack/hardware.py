@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import SetupError
-from app.stack.memory import gib, usable_bytes
+from app.stack.memory import gib, usable_bytes, usable_cores
 from app.stack.terminal import counted
 
 _CPU_FILE = Path("/proc/cpuinfo")
@@ -81,7 +81,7 @@ def find(environ: Mapping[str, str] = os.environ, driver: Path = NVIDIA_GPUS, cp
     known = {gpu.number: gpu for gpu in nvidia_gpus(driver)} if numbers else {}
     return Hardware(
         tuple(known.get(number, Gpu(number, "NVIDIA GPU", 0)) for number in numbers),
-        len(os.sched_getaffinity(0)),
+        usable_cores(),
         usable_bytes(),
         bool(_BF16_FLAGS & set(cpu_file.read_text().split())),
     )

@@ -1,10 +1,11 @@
-"""The memory that this process and its children may use: the machine's, or less in a control group with a limit, as in
-a container. Also says how much of it is free, how much of a file system in memory new weights may take, and counts the
-processes that the kernel killed for lack of memory.
+"""The memory and the cores that this process and its children may use: the machine's, or less in a control group with a
+limit, as in a container. Also says how much memory is free, how much of a file system in memory new weights may take,
+and counts the processes that the kernel killed for lack of memory.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -26,10 +27,14 @@ class _Names(NamedTuple):
     used: str
     kills: str
     unused_pages: str
+    quota: str
 
 
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file")
-_V2 = _Names("memory.max", "memory.current", "memory.events", "inactive_file")
+_V1 = _Names(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file", "cpu.cfs_quota_us"
+)
+_V2 = _Names("memory.max", "memory.current", "memory.events", "inactive_file", "cpu.max")
+_PERIOD = "cpu.cfs_period_us"
 
 
 def usable_bytes(groups: Path = _GROUPS, own: Path = _OWN) -> int:
@@ -43,10 +48,15 @@ def free_bytes(available: int, groups: Path = _GROUPS, own: Path = _OWN) -> int:
     return min([available, *(bound - used for bound, used in _bounds(groups, own))])
 
 
+def usable_cores(groups: Path = _GROUPS, own: Path = _OWN) -> int:
+    """The cores of this process, at most the lowest CPU quota of the control groups above it, rounded up."""
+    return min([len(os.sched_getaffinity(0)), *_quotas(groups, own)])
+
+
 def oom_kills(groups: Path = _GROUPS, own: Path = _OWN, machine: Path = _MACHINE) -> int:
     """The processes that the kernel has killed for lack of memory: in the control group of this process, or on the
     machine where there is none; 0 where it does not say."""
-    for file in (*(group / names.kills for group, names in _own_groups(groups, own)), machine):
+    for file in (*(group / names.kills for group, names in _own_groups(groups, own, "memory")), machine):
         counts = _counts(file)
         if "oom_kill" in counts:
             return counts["oom_kill"]
@@ -73,10 +83,20 @@ def gib(size: int) -> str:
 def _bounds(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
     """The bound of each group that has one, and the bytes in use there. Pages of files that were not used lately are
     not counted: the kernel takes them back before it kills a process."""
-    for group, names in _own_groups(groups, own):
+    for group, names in _own_groups(groups, own, "memory"):
         if (bound := _number(group / names.bound)) is not None:
             unused = _counts(group / "memory.stat").get(names.unused_pages, 0)
             yield bound, (_number(group / names.used) or 0) - unused
+
+
+def _quotas(groups: Path, own: Path) -> Iterator[int]:
+    """The quotas in cores. Version 2 has "QUOTA PERIOD" in one file and "max" for no quota, version 1 -1."""
+    for group, names in _own_groups(groups, own, "cpu"):
+        with suppress(OSError, ValueError):  # no such group is seen from here, or there is no quota
+            quota, *period = (group / names.quota).read_text().split()
+            per = int(period[0] if period else (group / _PERIOD).read_text())
+            if int(quota) > 0:
+                yield math.ceil(int(quota) / per)
 
 
 def _number(file: Path) -> int | None:
@@ -95,15 +115,16 @@ def _counts(file: Path) -> dict[str, int]:
         return {}
 
 
-def _own_groups(groups: Path, own: Path) -> Iterator[tuple[Path, _Names]]:
-    """The folders of the groups, from the process's own group up to the root, and the names of their files."""
+def _own_groups(groups: Path, own: Path, controller: str) -> Iterator[tuple[Path, _Names]]:
+    """The folders of a controller's groups, from the process's own group up to the root, and the names of their
+    files."""
     with suppress(OSError):
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
                 root, names = groups, _V2
-            elif "memory" in controllers.split(","):
-                root, names = groups / "memory", _V1
+            elif controller in controllers.split(","):
+                root, names = groups / controller, _V1
             else:
                 continue
             group = root / path.strip("/")

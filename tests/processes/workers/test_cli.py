@@ -18,8 +18,9 @@ from workers import cli
 # Python runs it first in every process. A rank ends there; its launcher then ends too.
 RECORD = """
 import json, os, sys
+from app.stack import memory
 NAMES = os.environ["NAMES"].split()
-os.sched_getaffinity = lambda pid: set(range(16))
+memory.usable_cores = lambda: 16
 with open(f"{os.environ['RECORDS']}/{os.environ.get('RANK', 'launcher')}.json", "w") as file:
     json.dump([os.environ.get(name) for name in NAMES], file)
 if "RANK" in os.environ:
@@ -108,7 +109,7 @@ def test_ranks_share_the_cores_unless_the_user_wants_another_number_of_threads(t
 
 def test_ranks_in_a_container_whose_gpus_no_setting_names_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli.gpu_start_locks, "visible", lambda environ: ["0000:01:00.0", "0000:02:00.0"])
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(cli, "usable_cores", lambda: 16)
     monkeypatch.setattr(os, "execv", lambda *_: None)
     monkeypatch.delenv("OMP_NUM_THREADS")
     cli._start_ranks(Settings(), TrainerSettings(ranks=2), "trainer-0", ())

@@ -134,11 +134,16 @@ def test_a_name_that_is_not_one_whole_gpus_is_a_setup_error(name: str, driver: P
 
 
 @pytest.mark.parametrize(("flags", "said"), [("sse2 avx512_bf16", "with "), ("amx_bf16", "with "), ("fma", "without ")])
-def test_without_a_gpu_the_cpu_is_described(flags: str, said: str, tmp_path: Path):
+def test_without_a_gpu_the_cpu_is_described(
+    flags: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "usable_cores", lambda: 3)
     (tmp_path / "cpuinfo").write_text(f"processor: 0\nflags\t\t: {flags}\n")
     found = hardware.find({"CUDA_VISIBLE_DEVICES": ""}, tmp_path, tmp_path / "cpuinfo")
     (line,) = found.lines()
-    assert line.startswith("no GPU that torch can use; CPU: ") and line.endswith(f"{said}instructions for bfloat16")
+    assert line.startswith("no GPU that torch can use; CPU: 3 cores, ") and line.endswith(
+        f"{said}instructions for bfloat16"
+    )
     parts = layout(found, GIB)
     assert (parts.trainer, parts.sampler) == ({}, {})
 

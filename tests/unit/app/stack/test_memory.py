@@ -1,4 +1,4 @@
-"""The memory of a container bounds the embedded state server and the trainers, not that of its host."""
+"""The memory and the CPU quota of a container count, not those of its host."""
 
 from __future__ import annotations
 
@@ -49,6 +49,38 @@ def test_version_1_has_its_bounds_elsewhere_and_a_huge_number_for_none(groups: P
     text = "4:memory,cpu:/docker\n3:pids:/outer\n"
     assert memory.usable_bytes(groups, own(groups, text)) == 128 * MIB
     assert memory.usable_bytes(groups, own(groups, "4:memory,cpu:/\n")) == MACHINE
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "cores"),
+    [
+        ("max 100000", "max 100000", 16),
+        ("max 100000", "200000 100000", 2),
+        ("150000 100000", "max 100000", 2),
+        ("20000 100000", "800000 100000", 1),
+        ("3200000 100000", "max 100000", 16),
+    ],
+)
+def test_the_lowest_cpu_quota_above_the_process_bounds_its_cores_rounded_up(
+    outer: str, inner: str, cores: int, groups: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    (groups / "outer" / "cpu.max").write_text(f"{outer}\n")
+    (groups / "outer" / "inner" / "cpu.max").write_text(f"{inner}\n")
+    assert memory.usable_cores(groups, own(groups, "0::/outer/inner\n")) == cores
+    assert memory.usable_cores(groups, own(groups, "0::/other\n")) == 16
+
+
+@pytest.mark.parametrize(("quota", "cores"), [(250000, 3), (-1, 16)])
+def test_version_1_has_the_cpu_quota_and_its_period_in_two_files(
+    quota: int, cores: int, groups: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    folder = groups / "cpu" / "docker"
+    folder.mkdir(parents=True)
+    (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+    (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert memory.usable_cores(groups, own(groups, "4:memory:/docker\n3:cpu,cpuacct:/docker\n")) == cores
 
 
 def test_without_control_groups_the_machine_is_the_bound(tmp_path: Path):
