@@ -116,7 +116,7 @@ MUTANTS = (
         " and False",
         "--confcutdir=tests/unit/workers/backends/sampling "
         "tests/unit/workers/backends/sampling/vllm/test_vllm_setup.py"
-        "::test_float32_is_refused_on_a_gpu_where_adapters_are_served",
+        "::test_a_dtype_that_vllm_does_not_run_on_the_gpu_is_refused",
     ),
     Mutant(
         "vllm: no memory for adapters on experts",

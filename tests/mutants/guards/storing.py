@@ -324,7 +324,7 @@ MUTANTS = (
     Mutant(
         "shared memory: a part of it is left to others",
         "app/stack/memory.py",
-        "min(most, max(total // 2, total - LEFT_TO_OTHERS))",
+        "min(most, total - min(max(total // 2, least), LEFT_TO_OTHERS))",
         "most",
         "tests/unit/workers/checkpoints/test_shm_folder.py::test_half_of_a_small_file_system_is_left_to_others",
     ),
