@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from app.domain.records import LAST_WORKERS, Refusal, Worker
 from app.settings import ApiSettings, BaseModelSettings, Settings
 from app.stack import ports, up
 from app.stack.child import Command
+from app.stack.data_folder import DataFolder
 from app.stores.redis.records import RedisRecords
 
 
@@ -91,3 +93,12 @@ def test_a_new_stack_knows_nothing_of_its_base_models_from_a_former_one(client: 
         (Refusal.namespace, "trainer/b"),
         (LAST_WORKERS, "trainer/b"),
     }
+
+
+def test_a_stack_with_given_keys_signs_urls_with_a_secret_that_it_keeps(tmp_path: Path) -> None:
+    """Without one it has no downloads and no console."""
+    folder = DataFolder(tmp_path)
+    first, second = (up._with_secrets(Settings(api_keys=("a" * 64,)), folder) for _ in range(2))
+    assert first.url_secret == second.url_secret == (tmp_path / "url-secret").read_text().strip() != ""
+    assert up._with_secrets(Settings(api_keys=("a" * 64,), url_secret="s" * 32), folder).url_secret == "s" * 32
+    folder.close()

@@ -37,6 +37,12 @@ def test_where_nothing_waits_there_is_nothing(backlog: RedisBacklog, oplog: Redi
     assert backlog.running([]) == set()
 
 
+def test_owners_are_the_projects_of_models_and_of_requests(backlog: RedisBacklog, oplog: RedisOpLog) -> None:
+    model_id = "session:train:1"
+    oplog.create_model(model_id, dump(Model("you", "session", "base", 0.0)))
+    assert backlog.owners([ask(oplog, 0), model_id, f"{SAMPLER}:7", "session:train:9"]) == ["me", "you", "", ""]
+
+
 def test_a_model_is_where_its_journal_is(backlog: RedisBacklog, oplog: RedisOpLog) -> None:
     def line() -> ModelLine:
         return backlog.unfinished(10).models[0]

@@ -404,6 +404,14 @@ def test_pending_shows_gaps_and_what_runs(oplog):
     assert oplog.pending() == []
 
 
+def test_a_call_that_cannot_be_read_is_counted_and_hides_no_other(oplog, client):
+    admit(oplog, 0)
+    client.set(keys.model("s:train:broken"), "no hash")
+    client.zadd(keys.PENDING, {"s:train:broken": 0})
+    assert [one.id for one in oplog.pending()] == [MODEL]
+    assert oplog.count_pending() == 2
+
+
 def test_concurrent_admissions_of_one_op_agree(oplog):
     seen: list[bool] = []
     threads = [

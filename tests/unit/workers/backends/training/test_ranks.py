@@ -89,3 +89,10 @@ def test_the_norm_of_a_large_tensor_is_exact_on_a_cpu() -> None:
     shards = Shards.of({"a": tensor.numel()}, RankGroup(), torch.device("cpu"), split=False)
     (norm,) = total_norms([(shards, {"a": tensor})])
     assert float(norm) == pytest.approx(float(tensor.double().norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize(("split", "owners"), [(True, 1), (False, 2)])
+def test_each_tensor_has_one_owner_if_they_are_split_and_else_every_rank(split: bool, owners: int) -> None:
+    sizes = {"a": 4, "b": 4, "c": 2}
+    ranks_ = [Shards.of(sizes, RankGroup(rank, 2), torch.device("cpu"), split=split) for rank in range(2)]
+    assert {name: sum(shards.owns(name) for shards in ranks_) for name in sizes} == dict.fromkeys(sizes, owners)

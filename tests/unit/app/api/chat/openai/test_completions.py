@@ -37,6 +37,16 @@ def test_top_k_is_off_with_0_and_minus_1(openai: OpenAi, given: int | None, samp
     assert [request.top_k for request in openai.standin.seen] == [sampled] * 2
 
 
+def test_a_seed_of_0_is_a_seed_and_no_seed_is_another_one_each_time(openai: OpenAi):
+    openai.standin.says("cd")
+    for seed in (0, None):
+        openai.completion(seed=seed)
+        openai.chat(seed=seed)
+    given, chosen = openai.standin.seen[:2], openai.standin.seen[2:]
+    assert [request.seed for request in given] == [0, 0]
+    assert len({request.seed for request in chosen}) == 2
+
+
 def test_values_that_change_nothing_are_accepted(openai: OpenAi):
     """Programs for vLLM's server send all of them."""
     openai.standin.says("cd")

@@ -13,7 +13,7 @@ from app.errors import ServerOpError
 from app.settings import BaseModelSettings
 from tests.models import byte_tokenizer, tiny_qwen3
 from tests.parity import architectures
-from tests.unit.workers.backends.sampling.transformers.test_preemption import ROWS, Bench, assert_same
+from tests.unit.workers.backends.sampling.transformers.test_preemption import ROWS, Bench, assert_same, before_next_step
 from workers.backends.sampling.base import Aborted
 from workers.backends.sampling.token_sampler import TokenSampler
 from workers.backends.sampling.transformers import kv_cache
@@ -170,6 +170,17 @@ def test_a_row_goes_on_when_memory_runs_out_while_ended_rows_of_its_request_hold
     on_decode(bench, shortage)
     assert_same(bench.begin("one", ROWS, LONG, stop_tokens=stops).result(60), alone)
     assert shortage.refused == 2, "to drop the ended rows, and to decode beside them"
+
+
+def test_a_row_goes_on_when_memory_runs_out_while_rows_set_aside_hold_the_rest(bench):
+    alone = bench.begin("alone", 2, LONG).result(60)
+
+    def run_out() -> None:
+        bench.engine._batch.set_aside({"one": 1})
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    one = bench.begin("one", 2, LONG, {20: lambda: before_next_step(bench, run_out)})
+    assert_same(one.result(60), alone)
 
 
 def test_a_request_joins_though_memory_runs_out_while_rows_of_a_cancelled_one_hold_it(bench, monkeypatch):

@@ -69,6 +69,19 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made.engine.stop()
 
 
+def before_next_step(bench: Bench, call: Callable[[], None]) -> None:
+    """Calls `call` once in the engine's thread, between two tokens of all rows."""
+    batch = bench.engine._batch
+    step = batch.step
+
+    def once() -> None:
+        del batch.step
+        call()
+        step()
+
+    batch.step = once
+
+
 def assert_same(one: SampleOutput, other: SampleOutput) -> None:
     """Equal tokens; logprobs may round differently beside other neighbours."""
     for mine, theirs in zip(one.sequences, other.sequences, strict=True):
@@ -108,6 +121,20 @@ def test_a_project_gets_its_share_of_the_rows_and_no_more(bench: Bench):
     assert seen[2]["second"] == 0
 
 
+def test_a_project_with_too_many_rows_gives_up_its_own_though_others_have_fewer_tokens(bench: Bench):
+    left: list[Counter[str]] = []
+
+    def give_up() -> None:
+        bench.engine._batch.set_aside({"old": 1})
+        left.append(Counter(row.job.handle.project for row in bench.engine._batch.live))
+
+    def come() -> None:
+        bench.begin("new", 2, 9, {4: lambda: before_next_step(bench, give_up)})
+
+    bench.begin("old", 2, LONG, {10: come}).result(60)
+    assert left == [{"old": 1, "new": 2}]
+
+
 def test_rows_go_on_though_the_prompt_they_were_set_aside_for_does_not_fit_beside_them(bench: Bench):
     alone = [bench.begin(project, count, 12).result(60) for project, count in (("one", ROWS), ("two", 1))]
     refused: list[int] = []
@@ -132,19 +159,15 @@ def test_rows_go_on_with_the_same_bits_after_they_were_set_aside(bench: Bench):
     alone = bench.begin("alone", ROWS, LONG, sample_top=3).result(60)
 
     def aside_and_back() -> None:
-        step = bench.engine._batch.step
+        bench.engine._batch.set_aside({"long": ROWS - 1})
+        chosen = bench.engine._batch.choose({"long": ROWS})
+        assert chosen == bench.engine._batch.aside and len(chosen) == ROWS - 1
+        bench.engine._batch.join(chosen)
 
-        def once() -> None:
-            del bench.engine._batch.step
-            bench.engine._batch.set_aside({"long": ROWS - 1})
-            chosen = bench.engine._batch.choose({"long": ROWS})
-            assert chosen == bench.engine._batch.aside and len(chosen) == ROWS - 1
-            bench.engine._batch.join(chosen)
-            step()
+    def come() -> None:
+        before_next_step(bench, aside_and_back)
 
-        bench.engine._batch.step = once
-
-    again = bench.begin("long", ROWS, LONG, {30: aside_and_back, 90: aside_and_back}, sample_top=3).result(60)
+    again = bench.begin("long", ROWS, LONG, {30: come, 90: come}, sample_top=3).result(60)
     for mine, theirs in zip(again.sequences, alone.sequences, strict=True):
         assert mine.tokens.tobytes() == theirs.tokens.tobytes()
         assert mine.logprobs.tobytes() == theirs.logprobs.tobytes()
