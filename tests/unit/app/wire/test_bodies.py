@@ -166,8 +166,11 @@ def test_a_batch_of_sparse_tensors_has_fewer_fields_than_the_limit() -> None:
 
 @pytest.mark.parametrize(
     "before",
-    [b"\x18\x0a", b"\x1b\x1a\x02\x0a\x05\x1c", b"\x7b\x1a\x02\x0a\x05\x7c", b"\x1d" + b"\x0a" * 4],
-    ids=["a number", "a group", "an unknown group", "a fixed number"],
+    [
+        *(b"\x18\x0a", b"\x1b\x1a\x02\x0a\x05\x1c", b"\x7b\x1a\x02\x0a\x05\x7c", b"\x1d" + b"\x0a" * 4),
+        b"\x18" + b"\xff" * 9 + b"\x01",
+    ],
+    ids=["a number", "a group", "an unknown group", "a fixed number", "a number of 64 bits"],
 )
 def test_a_field_of_another_wire_type_hides_no_bomb(before: bytes) -> None:
     """The parser keeps such fields unread, and goes on; what they hold would look like a body that ends too soon."""
@@ -187,6 +190,7 @@ def test_a_field_of_another_wire_type_hides_no_bomb(before: bytes) -> None:
         b"\x0b\x1a\x00\x0c",
         b"\xff\xff",
         b"\x1a\x02\x0a\x7f" * 10**6,
+        b"\x1a" + b"\x80" * 10 + b"\x00" + b"\x1a\x00" * 2 * 10**6,
     ],
 )
 def test_what_is_no_protobuf_is_left_to_the_parser(body: bytes) -> None:

@@ -37,6 +37,7 @@ def test_metrics_are_found_by_run_in_their_order() -> None:
         "text",
         {},
         {"events": {}},
+        {"events": 5},
         body(),
         body(None, 3, []),
         body({"event": "SESSION_START"}),
@@ -46,6 +47,14 @@ def test_metrics_are_found_by_run_in_their_order() -> None:
 )
 def test_all_other_telemetry_is_dropped(other: Any) -> None:
     assert recorded(other) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("a-1", "a-1"), ("x" * 512, "x" * 512), ("x" * 513, ""), ("a\n", ""), (5, ""), (None, "")],
+)
+def test_the_id_of_an_event_is_kept_if_it_is_a_short_printable_text(given: Any, kept: str) -> None:
+    assert recorded(body({**event(), "event_id": given})) == {"s:train:0": [Recorded(3, {"reward": 0.5}, kept)]}
 
 
 @pytest.mark.parametrize(

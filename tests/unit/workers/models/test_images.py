@@ -31,11 +31,9 @@ def vl(tmp_path_factory: pytest.TempPathFactory) -> LoadedBase:
 
 def test_a_model_reads_images_with_a_tower_and_a_processor_beside_it(vl: LoadedBase, tmp_path: Path) -> None:
     assert vl.info.reads_images
-    text = loaded(tiny_qwen3(tmp_path / "text"))
-    pictures.tiny_reader("qwen3-vl", tmp_path / "bare")
-    (tmp_path / "bare" / "preprocessor_config.json").unlink()
-    bare = loaded(tmp_path / "bare")
-    for base in (text, bare):
+    text, bare = tiny_qwen3(tmp_path / "text"), pictures.tiny_reader("qwen3-vl", tmp_path / "bare")
+    (bare / "preprocessor_config.json").rename(text / "preprocessor_config.json")
+    for base in (loaded(text), loaded(bare)):
         assert not base.info.reads_images
         with pytest.raises(UserOpError, match="tiny is served without images"):
             base.check_images([image(8, 8)], "prompt")

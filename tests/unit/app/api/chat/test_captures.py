@@ -80,6 +80,16 @@ def keep(openai: OpenAi, count: int) -> None:
 
 
 @pytest.mark.usefixtures("capture_days")
+def test_an_answer_that_is_gone_since_it_was_listed_is_left_out(openai: OpenAi) -> None:
+    keep(openai, 2)
+    kept = files(openai)
+    gone, left = kept.places(openai.api.services.authenticator(openai.key).project, RUN)
+    kept.remove([gone])
+    assert kept.read(gone) is None
+    assert kept.read(left) is not None
+
+
+@pytest.mark.usefixtures("capture_days")
 def test_kept_answers_are_datums_that_a_run_can_train_on(openai: OpenAi) -> None:
     openai.completion(n=2)
     whole(openai.post("chat/completions", messages=[{"role": "user", "content": "hi"}], stream=True))

@@ -117,6 +117,11 @@ def test_the_bound_of_a_file_lets_the_largest_such_adapter_in_and_not_twice_its_
     assert written <= most_bytes(SHAPES, spec) < 2 * written + 2**17
 
 
+def test_the_bound_of_a_file_counts_the_names_of_its_modules() -> None:
+    shapes = {"attn": {f"model.{'deep.' * 100}{i}.q_proj": (1, 1, 1) for i in range(200)}}
+    assert len(peft_files(shapes["attn"], 1)[TENSORS_FILE]) <= most_bytes(shapes, LoraSpec(1, True, False, False))
+
+
 def test_every_module_is_named_in_full() -> None:
     config = json.loads(config_of(LoraSpec(4, True, True, False, alpha=10.0), "org/base", SHAPES))
     assert config["target_modules"] == sorted(ALL)

@@ -36,6 +36,7 @@ MESSAGES: dict[str, tuple[str, Parts]] = {
         ("hm", "", CALLED),
     ),
     "a tag right behind the recipient": (CALL.replace(" <|constrain|>", "<|constrain|>"), ("", "", CALLED)),
+    "thoughts to a recipient": (f"{THOUGHT.replace('analysis', 'analysis to=python')}{NEXT}{FINAL}", ("hm", "yes", [])),
     "a preamble": (f"<|channel|>commentary<|message|>wait<|end|>{NEXT}{CALL}", ("", "wait", CALLED)),
     "two calls": (f"{CALL}{NEXT}{CALL.replace('<|call|>', '<|end|>')}", ("", "", CALLED * 2)),
     "two thoughts and two texts": (

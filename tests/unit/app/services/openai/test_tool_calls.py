@@ -215,3 +215,8 @@ def test_a_schema_is_read_once_for_all_arguments(family: str, argument: str):
         assert json.loads(call.arguments)["days"] == 3
         reads.append(part.reads)
     assert reads[0] == reads[1] > 0
+
+
+def test_a_fence_within_the_arguments_is_a_part_of_them() -> None:
+    call = V31.replace("Zürich", "a ```json b``` c")
+    assert read(CALLS, f"{CALLS}{call}{END}", 1000)[2] == [("weather", {"town": "a ```json b``` c", "days": 3})]

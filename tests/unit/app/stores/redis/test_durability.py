@@ -95,6 +95,15 @@ def test_a_version_before_7_is_refused(own_url: str):
         client.ping()
 
 
+def test_a_version_that_is_no_number_is_refused(own_url: str):
+    with (
+        Rewriting(own_url, b"redis_version:7", b"redis_version:x") as strange,
+        connect_state(strange.url) as client,
+        pytest.raises(NotDurable, match=r"its version is x\..*use Redis 7"),
+    ):
+        client.ping()
+
+
 def test_where_config_is_forbidden_the_rest_is_checked_and_one_line_says_what_is_not(
     own_url: str, server: redis.Redis, caplog: pytest.LogCaptureFixture
 ):

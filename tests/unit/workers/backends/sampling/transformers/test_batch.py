@@ -59,6 +59,16 @@ def test_a_prompt_with_images_has_a_pass_of_its_own():
     assert batch.fits([], seen)
 
 
+def test_a_prompt_with_scores_shares_no_pass_with_one_without():
+    """The logits of all its tokens take a pass of an eighth of the tokens."""
+    plain, scored = (
+        Job(SampleRequest(np.zeros(3, np.int32), 1, 1, 9, prompt_logprobs=scores), "", None, None, None)
+        for scores in (False, True)
+    )
+    shares = [[batch.fits([one], job) for job in (plain, scored)] for one in (plain, scored)]
+    assert shares == [[True, False], [False, True]]
+
+
 def test_prompts_that_share_passes_have_the_routes_that_they_have_alone(tmp_path, monkeypatch):
     settings = BaseModelSettings(name="tiny", path=str(architectures.build("qwen3-moe", tmp_path)), dtype="float32")
     byte_tokenizer().save_pretrained(tmp_path)
