@@ -115,12 +115,15 @@ def test_a_list_of_checkpoints_costs_the_same_however_many_others_there_are(
     with connect(state_url) as client:
 
         def commands(route: str) -> int:
-            before = calls(client)
-            assert len(api.get(route).json["checkpoints"]) == 1
-            return calls(client) - before
+            """The fewest of three tries: the server loads a script at its first use, and threads of the API subscribe
+            to channels meanwhile."""
+            counts = []
+            for _ in range(3):
+                before = calls(client)
+                assert len(api.get(route).json["checkpoints"]) == 1
+                counts.append(calls(client) - before)
+            return min(counts)
 
-        for route in routes:
-            api.get(route)  # the server loads a script at its first use
         alone = [commands(route) for route in routes]
         found = api.services.records.get("checkpoints", save_checkpoint(stranger, theirs))
         assert found is not None
