@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from app.stores.redis.client import connect
-from tests.chaos.observer import Observer, Running, Stalled, await_true
+from tests.chaos.observer import Observer, Running, Stalled, await_true, writes
 from tests.chaos.patience import patiently
 from tests.contract.stack import Stack
 
@@ -86,6 +86,7 @@ class Killer:
 
     def _kill_owner(self, rng: random.Random) -> str:
         op, process = self._seized(rng)
+        process.kill()
         self._mark_dead(process, op.node)
         return _where(op)
 
@@ -95,6 +96,7 @@ class Killer:
         while OWNER in self.dose and self.observer.heads().changes < goal:
             op, process = self._seized(rng)
             epoch = self._epoch(op)
+            process.kill()
             self._mark_dead(process, op.node)
             await_true(f"a new owner of {op.model_id}", lambda op=op, epoch=epoch: self._epoch(op) > epoch)
             self.dealt[OWNER] += 1
@@ -111,6 +113,7 @@ class Killer:
         ranks[victim].kill()
         if victim:
             process.resume()
+        self._mark_dead(process, op.node)
         return f"rank {victim} of {_where(op)}"
 
     def _zombie(self, rng: random.Random) -> str:
@@ -167,6 +170,7 @@ class Killer:
 
     def _kill_idle(self, rng: random.Random) -> str:
         node, process = await_true("an idle trainer beside another one", lambda: self._idle(rng))
+        process.kill()
         self._mark_dead(process, node)
         return node
 
@@ -190,13 +194,19 @@ class Killer:
         return [op for op in self.observer.running() if op.worker not in self._dead]
 
     def _mark_dead(self, process: psutil.Process, node: str) -> None:
-        process.kill()
+        """Marks a killed trainer's worker as dead. Waits until its process ends: until then it is found, and would
+        count as idle."""
         self._dead |= {worker for worker in self.observer.holders() if worker.partition("@")[0] == node}
+        self._await_end(process, node)
+
+    def _await_end(self, process: psutil.Process, name: str) -> None:
+        await_true(f"{name} to end", lambda: not writes(process, self.observer.log(name)))
 
     def _kill_api(self, rng: random.Random) -> str:
         """Kills gunicorn's master, or the process that answers."""
         process = rng.choice(await_true("the API's two processes", lambda: self._two("api")))
         process.kill()
+        self._await_end(process, "api")
         return f"pid {process.pid}"
 
     def _two(self, name: str) -> list[psutil.Process]:
@@ -206,6 +216,7 @@ class Killer:
     def _kill(self, name: str) -> str:
         process = await_true(f"{name} to run", lambda: self.observer.processes(name))[0]
         process.kill()
+        self._await_end(process, name)
         return f"pid {process.pid}"
 
     def _flush(self, _: random.Random) -> str:
