@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from app import malloc, settings
@@ -55,9 +54,8 @@ def _start_ranks(
 ) -> None:
     """Returns only when this process is the only rank."""
     if trainer.hostfile:
-        hosts = multinode.read_hostfile(Path(trainer.hostfile), trainer.ranks)
         command = ["workers.trainer", *sys.argv[1:]]
-        sys.exit(multinode.run(hosts, everything, name, command, gpus))
+        sys.exit(multinode.run(trainer.slots(), everything, name, command, gpus))
     if trainer.ranks > 1:
         if gpus or gpu_start_locks.visible(os.environ):  # a container's GPUs are not named
             os.environ.setdefault("OMP_NUM_THREADS", str(_threads_each(trainer.ranks * trainer.count)))

@@ -277,7 +277,7 @@ def _model(base: BaseModelSettings) -> Findings:
     """Checks the files and the settings of a base model. Those of a hub id may not be here yet."""
     name, folder = f"model {base.name}", Path(base.path).expanduser()
     wrong: list[Callable[[], object]] = [base.check_quantized, base.check_turns]
-    wrong += [partial(check, base) for check in (checks.model_path, checks.ranks, checks.vllm)]
+    wrong += [partial(check, base) for check in (checks.model_path, checks.ranks, checks.hostfiles, checks.vllm)]
     if folder.is_dir():
         yield from _judged(name, [*wrong, partial(model_files.check, folder)], f"{folder}, with whole weights")
     else:

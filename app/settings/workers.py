@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -106,6 +107,30 @@ class TrainerSettings(Section):
     def gpu_share(self) -> float:
         """The part of a GPU's memory that one trainer takes."""
         return self.memory_share
+
+    def slots(self) -> dict[str, int]:
+        """Returns the slots of each host of the hostfile, in its order. Raises SetupError unless they are `ranks` in
+        all.
+
+        DeepSpeed's own reader would load torch into a process that holds pipes: 300 MB, and seconds at every start.
+        """
+        file = f"trainer.hostfile {self.hostfile!r}"
+        try:
+            lines = [line for line in map(str.strip, Path(self.hostfile).read_text().splitlines()) if line]
+        except OSError as error:
+            raise SetupError(f"{file} cannot be read: {error.strerror}") from None
+        hosts: dict[str, int] = {}
+        for line in (line for line in lines if line[0] != "#"):
+            found = re.fullmatch(r"(\S+)\s+slots=([1-9][0-9]*)", line)
+            if found is None or found[1] in hosts:
+                raise SetupError(f"{file}: the line {line!r} is not of the form 'host slots=n', or repeats a host")
+            hosts[found[1]] = int(found[2])
+        if sum(hosts.values()) != self.ranks:
+            raise SetupError(
+                f"trainer.ranks is {self.ranks} but the hosts of {self.hostfile!r} have {sum(hosts.values())} slots "
+                f"({', '.join(f'{host} {slots}' for host, slots in hosts.items()) or 'none'}); make them equal"
+            )
+        return hosts
 
 
 class SamplerSettings(Section):

@@ -45,6 +45,7 @@ def everything(settings: Settings) -> None:
     for base in settings.base_models:
         base.check_quantized()
         ranks(base)
+        hostfiles(base)
         training(base)
         vllm(base)
     ports(settings)
@@ -87,6 +88,13 @@ def ranks(base: BaseModelSettings) -> None:
                     f"base model {base.name!r}: trainer.{name} is {size} for {trainer.ranks} ranks; the ranks must be "
                     "a multiple of it"
                 )
+
+
+def hostfiles(base: BaseModelSettings) -> None:
+    """Checks that the hostfiles of its trainers have a slot for each rank."""
+    for trainer in filter(None, (base.trainer, base.full)):
+        if trainer.count and trainer.hostfile:
+            trainer.slots()
 
 
 def training(base: BaseModelSettings) -> None:

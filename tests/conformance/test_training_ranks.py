@@ -15,14 +15,14 @@ from app.domain.ops import LoraSpec
 from app.settings import BaseModelSettings, Settings
 from tests.conformance import training_ranks
 from tests.conformance.groups import run_group
-from tests.hosts import install_ssh, write_hostfile
+from tests.hosts import FIRST, SECOND, install_ssh
 from tests.models import tiny_qwen3
 from tests.parity import architectures
 from tests.parity.reference import relative_error
 from workers.backends.training import backends
 from workers.backends.training.base import Create
 from workers.backends.training.trainer import Trainer
-from workers.process.multinode import read_hostfile, run
+from workers.process.multinode import run
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +106,9 @@ def test_two_hosts_equal_one_process(
 ) -> None:
     install_ssh(tmp_path / "bin", monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    hosts = read_hostfile(write_hostfile(tmp_path / "hosts"), ranks=2)
     text = settings(base, backend="deepspeed", zero_stage=2, ranks=2).model_dump_json()
     command = ["tests.conformance.training_ranks", text, str(tmp_path), "stay"]
-    assert run(hosts, Settings(data_dir=tmp_path), "two", command) == 0
+    assert run({FIRST: 1, SECOND: 1}, Settings(data_dir=tmp_path), "two", command) == 0
     with np.load(tmp_path / "found.npz") as stored:
         found = dict(stored)
     first = {name: value for name, value in wanted.items() if name.startswith(("turn 0", "look 0", "grad 0"))}

@@ -15,7 +15,6 @@ import base64
 import json
 import os
 import random
-import re
 import secrets
 import shlex
 import signal
@@ -51,32 +50,6 @@ _TICK_S = 0.2
 _PORTS = range(20_000, 32_768)
 # ssh reports a lost connection after 30 s; this limit is for a host that says nothing.
 SILENCE_S = 60.0
-
-
-def read_hostfile(path: Path, ranks: int) -> dict[str, int]:
-    """Returns the slots by host, in the file's order. Raises SetupError unless they are `ranks` in all.
-
-    DeepSpeed's own reader would load torch into a process that holds pipes: 300 MB, and seconds at every start.
-    """
-    try:
-        lines = [line for line in map(str.strip, path.read_text().splitlines()) if line and line[0] != "#"]
-    except OSError as error:
-        raise SetupError(f"trainer.hostfile {str(path)!r} cannot be read: {error.strerror}") from None
-    hosts: dict[str, int] = {}
-    for line in lines:
-        found = re.fullmatch(r"(\S+)\s+slots=([1-9][0-9]*)", line)
-        if found is None or found[1] in hosts:
-            raise SetupError(
-                f"trainer.hostfile {str(path)!r}: the line {line!r} is not of the form 'host slots=n', or repeats a "
-                "host"
-            )
-        hosts[found[1]] = int(found[2])
-    if sum(hosts.values()) != ranks:
-        raise SetupError(
-            f"trainer.ranks is {ranks} but the hosts of {str(path)!r} have {sum(hosts.values())} slots "
-            f"({', '.join(f'{host} {slots}' for host, slots in hosts.items()) or 'none'}); make them equal"
-        )
-    return hosts
 
 
 def run(

@@ -11,7 +11,7 @@ import pytest
 
 from app.errors import SetupError
 from app.settings import Settings
-from tests.hosts import FIRST, SECOND, install_ssh, write_hostfile
+from tests.hosts import FIRST, SECOND, install_ssh
 from workers.process import multinode
 
 # Writes its process id to a file for the test. The rank that the argument names fails once the other has written too.
@@ -31,29 +31,6 @@ import os, sys
 names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "CUDA_DEVICE_ORDER")
 open(f"{sys.argv[1]}/{os.environ['RANK']}", "w").write(" ".join(os.environ[name] for name in names))
 """
-
-
-def test_a_hostfile_gives_slots_by_host_in_its_order(tmp_path: Path) -> None:
-    hosts = multinode.read_hostfile(write_hostfile(tmp_path / "hosts", 2, 1), ranks=3)
-    assert list(hosts.items()) == [(FIRST, 2), (SECOND, 1)]
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        (None, "cannot be read: No such file"),
-        ("one slots=1\ntwo slots=2\n", r"trainer.ranks is 2 .* 3 slots \(one 1, two 2\)"),
-        ("one slots=1\none slots=1\n", "'one slots=1' is not"),
-        ("one\n", "'one' is not"),
-        ("one slots=0\n", "'one slots=0' is not"),
-        ("", r"0 slots \(none\)"),
-    ],
-)
-def test_a_hostfile_that_is_not_of_that_many_ranks_is_a_setup_error(tmp_path: Path, text: str | None, why: str) -> None:
-    if text is not None:
-        (tmp_path / "hosts").write_text(text)
-    with pytest.raises(SetupError, match=why):
-        multinode.read_hostfile(tmp_path / "hosts", ranks=2)
 
 
 @pytest.fixture

@@ -297,11 +297,13 @@ def test_a_damaged_file_of_a_model_is_wrong(
 
 
 def test_every_mistake_of_a_model_is_a_finding(tinsmith: Doctor) -> None:
-    more = 'dtype = "nf4"\n[base_models.trainer]\nbackend = "torch"\nranks = 2\n[base_models.full]\n'
+    trainer = '[base_models.trainer]\nbackend = "torch"\nranks = 2\nhostfile = "/no/hosts"\n'
+    more = f'dtype = "nf4"\n{trainer}[base_models.full]\n'
     said = tinsmith(config=of_model(Path("/no/such"), more))
     wrong = [line for line in said.text.splitlines() if line.startswith(f"wrong    model {BASE}: ")]
-    assert [part in " ".join(wrong) for part in ("no folder '/no/such'", "one process", "'nf4'")] == [True] * 3
-    assert len(wrong) == 3 and said.code == 1
+    parts = ("no folder '/no/such'", "one process", "'nf4'", "'/no/hosts' cannot be read")
+    assert [part in " ".join(wrong) for part in parts] == [True] * 4
+    assert len(wrong) == 4 and said.code == 1
 
 
 def test_a_model_of_the_hub_is_left_to_the_stack(tinsmith: Doctor) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from app.errors import SetupError
 from app.settings.files import load
-from app.settings.workers import SPECULATION, BaseModelSettings, SamplerSettings
+from app.settings.workers import SPECULATION, BaseModelSettings, SamplerSettings, TrainerSettings
+from tests.hosts import FIRST, SECOND, write_hostfile
 
 
 @pytest.mark.parametrize("section", ["sampler", "full_sampler"])
@@ -34,3 +35,26 @@ def test_the_id_that_others_find_a_base_model_under_is_no_folder(tmp_path: Path,
     for path in (str(tmp_path / "weights"), "weights", "~nobody/weights", "/not/on/this/machine", "./not/here"):
         assert BaseModelSettings(name="org/base:peft:262144", path=path).hub_id == "org/base", path
     assert BaseModelSettings(name="org/alias", path="org/base").hub_id == "org/base", "others cannot load the alias"
+
+
+def test_a_hostfile_gives_slots_by_host_in_its_order(tmp_path: Path) -> None:
+    hosts = TrainerSettings(ranks=3, hostfile=str(write_hostfile(tmp_path / "hosts", 2, 1))).slots()
+    assert list(hosts.items()) == [(FIRST, 2), (SECOND, 1)]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "cannot be read: No such file"),
+        ("one slots=1\ntwo slots=2\n", r"trainer.ranks is 2 .* 3 slots \(one 1, two 2\)"),
+        ("one slots=1\none slots=1\n", "'one slots=1' is not"),
+        ("one\n", "'one' is not"),
+        ("one slots=0\n", "'one slots=0' is not"),
+        ("", r"0 slots \(none\)"),
+    ],
+)
+def test_a_hostfile_that_is_not_of_that_many_ranks_is_a_setup_error(tmp_path: Path, text: str | None, why: str) -> None:
+    if text is not None:
+        (tmp_path / "hosts").write_text(text)
+    with pytest.raises(SetupError, match=why):
+        TrainerSettings(ranks=2, hostfile=str(tmp_path / "hosts")).slots()

@@ -20,6 +20,7 @@ from app.settings import (
     TrainerSettings,
 )
 from app.stack import checks
+from tests.hosts import write_hostfile
 from tests.servers import start_valkey
 
 
@@ -63,6 +64,15 @@ def test_the_torch_trainer_has_no_ranks():
     with pytest.raises(SetupError, match=r"not in 2 ranks.*--trainer deepspeed"):
         checks.ranks(base_model(trainer=TrainerSettings(backend="torch", ranks=2)))
     checks.ranks(base_model(trainer=TrainerSettings(backend="deepspeed", ranks=2)))
+
+
+def test_the_ranks_of_a_hostfile_have_a_slot_each(tmp_path: Path) -> None:
+    hostfile = str(write_hostfile(tmp_path / "hosts", 2, 1))
+    checks.hostfiles(base_model(trainer=TrainerSettings(ranks=3, hostfile=hostfile)))
+    other = base_model(trainer=TrainerSettings(ranks=4, hostfile=hostfile))
+    with pytest.raises(SetupError, match=r"trainer\.ranks is 4 but .* have 3 slots"):
+        checks.everything(Settings(base_models=(other,)))
+    checks.hostfiles(base_model(trainer=TrainerSettings(ranks=4, hostfile=hostfile, count=0)))
 
 
 def test_ranks_that_share_tokens_come_in_whole_groups() -> None:

@@ -183,7 +183,8 @@ def test_the_leader_writes_a_hostfile_with_a_slot_for_each_rank_itself_first(tmp
     printed = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=60).stdout
     assert printed.split() == ["-m", "workers.trainer", "--base", "Qwen/Qwen3-235B-A22B", "--name", "trainer"]
     group = one["metadata"]["name"]
-    assert list(multinode.read_hostfile(hosts, trainer.ranks)) == [f"{group}-0.{group}", f"{group}-0-1.{group}"]
+    slots = trainer.model_copy(update={"hostfile": str(hosts)}).slots()
+    assert list(slots) == [f"{group}-0.{group}", f"{group}-0-1.{group}"]
 
 
 def test_the_hosts_of_a_group_share_the_data_folder_and_reach_each_other():
