@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -105,16 +106,21 @@ def nvidia_gpus(driver: Path = NVIDIA_GPUS) -> tuple[Gpu, ...]:
 def visible_gpus(environ: Mapping[str, str], driver: Path = NVIDIA_GPUS) -> tuple[int, ...]:
     """Returns the numbers of the GPUs that workers may use: those in CUDA_VISIBLE_DEVICES, or else all.
 
-    None beside a CPU build of torch. Raises SetupError for a MIG slice there, and for an unknown UUID.
+    CUDA ends that list at the first name of no GPU, such as -1. None beside a CPU build of torch. Raises SetupError for
+    a MIG slice there, and for an unknown UUID.
     """
     if torch_is_for_cpus():
         return ()
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return tuple(gpu.number for gpu in nvidia_gpus(driver))
-    names = [name.strip() for name in listed.split(",")]
+    names = list(takewhile(_names_gpu, map(str.strip, listed.split(","))))
     gpus = nvidia_gpus(driver) if any(name.startswith(_IDS) for name in names) else ()
-    return tuple(_number(name, gpus, listed) for name in names if name.isdigit() or name.startswith(_IDS))
+    return tuple(_number(name, gpus, listed) for name in names)
+
+
+def _names_gpu(name: str) -> bool:
+    return name.isdigit() or name.startswith(_IDS)
 
 
 def _number(name: str, gpus: Sequence[Gpu], listed: str) -> int:
@@ -140,10 +146,9 @@ def is_named(name: str, number: str, uuid: str) -> bool:
 
 
 def hides_all_gpus(environ: Mapping[str, str]) -> bool:
-    """True if CUDA_VISIBLE_DEVICES names no GPU, such as '' and -1. CUDA ends its list at the first other name."""
+    """True if CUDA_VISIBLE_DEVICES names no GPU, such as '' and -1."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
-    first = (listed or "").partition(",")[0].strip()
-    return listed is not None and not (first.isdigit() or first.startswith(_IDS))
+    return listed is not None and not _names_gpu(listed.partition(",")[0].strip())
 
 
 def torch_is_for_cpus() -> bool:
