@@ -39,8 +39,7 @@ _PERIOD = "cpu.cfs_period_us"
 
 def usable_bytes(groups: Path = _GROUPS, own: Path = _OWN) -> int:
     """The lowest bound of the control groups (version 1 or 2) above this process, at most the machine's memory."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([machine, *(bound for bound, _ in _bounds(groups, own))])
+    return min([_machine_bytes(), *(bound for bound, _ in _bounds(groups, own))])
 
 
 def free_bytes(available: int, groups: Path = _GROUPS, own: Path = _OWN) -> int:
@@ -81,12 +80,16 @@ def gib(size: int) -> str:
 
 
 def _bounds(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """The bound of each group that has one, and the bytes in use there. Pages of files that were not used lately are
-    not counted: the kernel takes them back before it kills a process."""
+    """The bound of each group that has one (version 1 has 8 EiB for none), and the bytes in use there. Pages of files
+    that were not used lately are not counted: the kernel takes them back before it kills a process."""
     for group, names in _own_groups(groups, own, "memory"):
-        if (bound := _number(group / names.bound)) is not None:
+        if (bound := _number(group / names.bound)) is not None and bound < _machine_bytes():
             unused = _counts(group / "memory.stat").get(names.unused_pages, 0)
             yield bound, (_number(group / names.used) or 0) - unused
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _quotas(groups: Path, own: Path) -> Iterator[int]:

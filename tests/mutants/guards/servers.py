@@ -435,8 +435,8 @@ MUTANTS = (
     Mutant(
         "memory: that of the container",
         "app/stack/memory.py",
-        "min([machine, *(bound for bound, _ in _bounds(groups, own))])",
-        "machine",
+        "min([_machine_bytes(), *(bound for bound, _ in _bounds(groups, own))])",
+        "_machine_bytes()",
         "tests/unit/app/stack/test_memory.py",
     ),
     Mutant(
