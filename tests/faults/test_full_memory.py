@@ -79,6 +79,7 @@ def api(server: FullServer, tmp_path: Path) -> Api:
         data_dir=tmp_path,
         api_keys=(hash_key(KEY),),
         redis=RedisSettings(url=f"redis://127.0.0.1:{port}/0"),
+        engine=EngineSettings(lease_s=600),  # longer than any test: no worker renews it
         base_models=(BaseModelSettings(name=BASE, path=str(tmp_path)),),
     )
     app = create_app(settings)
