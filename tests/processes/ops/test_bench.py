@@ -152,6 +152,12 @@ def test_the_reads_bench_counts_answers_beside_those_of_bare_flask_and_leaves_no
     assert not left_in(tmp_path)
 
 
+def test_a_bench_of_reads_too_short_for_a_processor_time_ends_and_misses_its_goal():
+    figures = {"a_second": 1e6, "least_server_ms": 0.0}
+    found = dict.fromkeys(("get_info", "bare POST", reads._WIDE), figures)
+    assert [goal.met for goal in reads._goals(found)] == [False, True]
+
+
 def test_an_answer_is_whole_with_the_last_byte_of_its_body_and_every_other_than_200_ends_the_bench():
     whole = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
     assert [reads.is_whole(bytearray(whole[:end])) for end in range(1, len(whole) + 1)].index(True) == len(whole) - 1
