@@ -240,10 +240,11 @@ def test_a_client_that_reads_slowly_keeps_its_connection_until_a_call_has_no_thr
 ) -> None:
     monkeypatch.setattr(thread_pool, "_SLOW_S", 0.0)
     monkeypatch.setattr(thread_pool, "_SLOW_BYTES_S", math.inf)
-    sender, answer = Sender(pair[0], worker._sends), threading.Event()
+    sender, begun, answer = Sender(pair[0], worker._sends), threading.Event(), threading.Event()
     worker.tpool = ThreadPool(1)
     with worker._sends.waiting(sender):
-        worker.tpool.submit(answer.wait, 60)
+        worker.tpool.submit(lambda: begun.set() or answer.wait(60))
+        assert begun.wait(60)
         worker.murder_pending()
         sender.sendall(b"a")
         worker.tpool.submit(divmod, 7, 2)
