@@ -12,6 +12,7 @@ import pytest
 from app.domain.sampling import SampleOutput
 from app.errors import ServerOpError
 from tests.conformance.samplers import PROMPTS, ask, one, tokens_of
+from tests.unit.workers.conftest import await_true
 from workers.backends.sampling.base import Aborted, RequestHandle
 
 # On a busy machine a request may be over before the test sees it, but not every time.
@@ -103,6 +104,7 @@ def test_what_an_aborted_request_drew_is_known(sampler, streams):
         handle, beside = RequestHandle(seen if streams else None), RequestHandle(Seen())
         with ThreadPoolExecutor(2) as pool:
             stopped = pool.submit(sampler.sample, "one", ask(PROMPTS[0], num_samples=2, max_tokens=240), handle)
+            await_true(seen.begun.is_set if streams else lambda has=handle: has._callbacks, "the engine never had it")
             pool.submit(sampler.sample, "one", ask(PROMPTS[0], max_tokens=60), beside).result(240)
             handle.abort()
             error = stopped.exception(240)
