@@ -122,18 +122,19 @@ def test_a_silent_hub_leaves_what_is_in_its_cache(hub: Hub, request: pytest.Fixt
         HubCache().folder(ID)
 
 
-@pytest.mark.usefixtures("quick")
-def test_what_the_cache_has_is_served_while_the_hub_is_asked_again(silent: Hub, monkeypatch: pytest.MonkeyPatch):
-    silent.awake.set()
+def test_what_the_cache_has_is_served_while_the_hub_is_asked_again(
+    hub: Hub, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
     folder = HubCache().folder(ID)
-    silent.awake.clear()
+    request.getfixturevalue("quick")
+    hub.awake.clear()
     cache = HubCache()
     assert cache.folder(ID) == folder
-    asked, now = len(silent.asked), time.monotonic
+    asked, now = len(hub.asked), time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + 60)
     monkeypatch.setattr("app.stores.hub_cache._PATIENCE_S", 0.0)
     assert cache.folder(ID) == folder
-    while len(silent.asked) == asked:
+    while len(hub.asked) == asked:
         time.sleep(0.01)
     assert cache.folder(ID) == folder
 
