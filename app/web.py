@@ -97,8 +97,7 @@ def build(settings: Settings) -> Flask:
 
 def openapi() -> dict[str, Any]:
     """The OpenAPI document. It is the same for all settings."""
-    document: dict[str, Any] = _add_routes(Flask("app", static_folder=None)).spec.to_dict()
-    return document
+    return _add_routes(Flask("app", static_folder=None)).document()
 
 
 def _add_routes(app: Flask) -> errors.TinsmithApi:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from flask import Flask
 
+from app.api.errors import TinsmithApi
 from app.web import openapi
 from tests.unit.app.api.test_auth import PUBLIC as PUBLIC_RULES
 from tests.unit.app.conftest import Api
@@ -82,3 +84,12 @@ def test_a_call_is_tried_with_a_key_unless_it_needs_none(api: Api) -> None:
     assert [list(needed) for needed in openapi()["security"]] == [["key"]]
     without = {name.split(" ")[1] for name, operation in operations() if operation.get("security") == []}
     assert without == {re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", rule) for rule in PUBLIC_RULES} & PATHS.keys()
+
+
+def test_the_document_is_the_same_on_a_python_that_renamed_a_status() -> None:
+    app = Flask("app")
+    app.config.update(API_TITLE="Tinsmith", API_VERSION="v1", OPENAPI_VERSION="3.0.3")
+    api = TinsmithApi(app)
+    api.spec.components.response("UNPROCESSABLE_CONTENT", {"description": "Unprocessable Content"})
+    responses = {"UNPROCESSABLE_ENTITY": {"description": "Unprocessable Entity"}}
+    assert api.document()["components"]["responses"] == responses
