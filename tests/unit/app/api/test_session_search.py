@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from tinker.types.session_search_response import SessionSearchResponse
 from app.api.sessions import SearchSessions
 from app.domain.accounts import Caller
 from app.domain.records import Session
+from app.stores.redis.records import RedisRecords
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import Api
 from tests.unit.app.tenant import Tenant
@@ -112,6 +114,20 @@ def test_pages_follow_each_other_to_the_last_and_no_session_comes_twice(api: Api
     assert cursor is None
     assert seen == sorted(set(seen), reverse=True)
     assert len(seen) == 5
+
+
+def test_a_session_that_goes_while_the_others_are_read_is_left_out(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, kept = api.session(), api.session()
+    records, listing = api.services.records, RedisRecords.list_sessions
+
+    def list_and_remove(self: RedisRecords, projects: Collection[str]) -> Sequence[tuple[float, str]]:
+        listed = listing(self, projects)
+        records.delete(Session.namespace, gone)
+        assert gone in {id_ for _, id_ in listed}
+        return listed
+
+    monkeypatch.setattr(RedisRecords, "list_sessions", list_and_remove)
+    assert found(api) == {kept}
 
 
 def test_a_stranger_finds_nothing_and_names_no_project_of_others(api: Api, stranger: Api) -> None:

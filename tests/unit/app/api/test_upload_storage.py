@@ -238,6 +238,15 @@ def test_a_larger_file_that_an_s3_url_took_is_refused(api: Api, name: str) -> No
     assert (answer.status_code, f"{name} is too large" in answer.json["detail"]) == (400, True)
 
 
+def test_the_room_of_a_large_checkpoint_stays_reserved_while_a_slow_store_takes_its_files(api: Api) -> None:
+    size, slow = 600 * 10**9, 20 * 10**6  # bytes, and bytes a second
+    services, path = api.services, path_of("slow")
+    project = services.authenticator(api.key).project
+    services.quotas.reserve(None, project, path, size)
+    lapses = services.oplog._redis.zscore("tinsmith:reservations_lapse", str(path)) / 1000
+    assert lapses - services.records.now() > size / slow
+
+
 def test_the_session_of_an_import_has_ended_though_a_finish_broke_off_before_that(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +267,7 @@ def test_only_some_finishes_run_at_once(api: Api) -> None:
     taken = 0
     while running.acquire(blocking=False):
         taken += 1
+        assert taken < 10, "each may hold a copy of an adapter's files on the local disk"
     answer = finish(api, upload_id)
     running.release(taken)
     assert (answer.status_code, "try again soon" in answer.json["detail"]) == (503, True)

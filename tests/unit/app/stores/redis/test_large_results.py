@@ -275,3 +275,11 @@ def test_a_result_that_the_store_lacks_may_be_back_later_and_is_no_410(
     client.delete(keys.future(request))
     with pytest.raises(Gone, match="expired"):
         not_shared.future(request, {"me"})
+
+
+def test_a_result_whose_bytes_expire_before_its_future_is_a_503(client: redis.Redis, oplog: RedisOpLog):
+    request = sampled(oplog, result=IN_A_KEY)
+    assert oplog.future(request, {"me"}).result == IN_A_KEY
+    client.delete(keys.result(request))
+    with pytest.raises(Unavailable, match="about to expire"):
+        oplog.future(request, {"me"})
