@@ -96,6 +96,23 @@ def test_a_restore_that_fails_costs_no_adapter_whose_files_are_here(world: World
     assert stored_adapter(world, prefix) == expected(world, 0)
 
 
+def test_restores_that_fail_while_the_store_takes_nothing_cost_no_adapter_whose_files_are_here(
+    world: World, store: GatedStore
+):
+    prefix = left_by_a_lost_worker(world, store)
+    shutil.rmtree(world.folder / "objects" / "models" / MODEL / "snapshots")
+    shutil.rmtree(world.folder / "a" / "snapshots", ignore_errors=True)
+    slow = GatedStore(world.folder / "objects")
+    successor = world.worker("a/2", store=slow)
+    for _ in range(4):
+        successor.handle(3, "catch_up")
+    left = on_record(world)
+    slow.open.set()
+    assert left == [prefix]
+    await_upload(world)
+    assert stored_adapter(world, prefix) == expected(world, 0)
+
+
 def test_a_model_that_is_not_here_is_not_discarded_at_every_tick(
     world: World, store: GatedStore, monkeypatch: pytest.MonkeyPatch
 ):

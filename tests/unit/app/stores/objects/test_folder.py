@@ -59,6 +59,15 @@ def test_while_the_disk_is_not_mounted_nothing_is_said_to_be_missing(tmp_path: P
         store.read("a/missing")
 
 
+def test_what_a_file_server_hides_in_each_folder_is_no_object(tmp_path: Path):
+    """Such as its snapshots."""
+    store, hidden = FolderStore(tmp_path / "objects", "secret", "http://x"), tmp_path / "objects" / "a" / ".snapshot"
+    store.put_new("a/b/key", b"content")
+    hidden.mkdir()
+    (hidden / "key").write_bytes(b"of yesterday")
+    assert (store.list("a/"), store.folders("a/")) == (["a/b/key"], ["b"])
+
+
 @pytest.mark.parametrize(
     ("root", "folder", "file"), [(0o2770, 0o770, 0o660), (0o777, 0o777, 0o666), (0o755, 0o700, 0o600)]
 )
