@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from app.stack import child
 from workers.sample import shared_memory
 
 SHARED = Path("/dev/shm")
@@ -148,3 +149,13 @@ def test_only_what_is_mapped_is_noted(own: str, tmp_path: Path):
         (SHARED / f"psm_{os.getpid()}").unlink()
     assert own in (tmp_path / "note").read_text()
     assert f"psm_{os.getpid()}" not in (tmp_path / "note").read_text()
+
+
+def test_a_child_that_ends_meanwhile_does_not_hide_the_segments_of_the_others(
+    own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    monkeypatch.setattr(child, "family", lambda pid: [ended.pid, pid])
+    shared_memory.note(tmp_path / "note")
+    assert own in json.loads((tmp_path / "note").read_text())

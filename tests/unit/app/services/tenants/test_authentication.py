@@ -33,6 +33,14 @@ def test_a_token_of_a_key_of_the_settings_is_the_same_caller(authenticator, toke
     assert authenticator(token) == authenticator(KEY)
 
 
+def test_a_token_made_with_a_token_ends_when_that_one_does(authenticator, tokens):
+    first = Tokens("secret", 60).issue(authenticator(KEY), "")
+    second = tokens.issue(authenticator(first), "")
+    third = tokens.issue(authenticator(second), "")
+    ends = {jwt.decode(token, options={"verify_signature": False})["exp"] for token in (first, second, third)}
+    assert len(ends) == 1
+
+
 def test_a_token_goes_with_its_key(authenticator, tokens, accounts):
     organisation = accounts.add_organisation("Tinkers")
     project = accounts.add_project(organisation.id, "kettles")
