@@ -76,6 +76,17 @@ def test_a_server_that_may_not_write_is_a_503_that_uses_up_no_seq(
     assert own_api.forward_backward(batch(model, 1, tokens=[3, 2, 1])).status_code == 200
 
 
+@pytest.mark.parametrize("spoil", [make_full, make_read_only, make_lonely])
+def test_what_such_a_server_answers_to_a_plain_write_is_an_outage(
+    server: redis.Redis, spoil: Callable[[redis.Redis], None]
+) -> None:
+    """A script of the journal may refuse in its own words before the server does."""
+    spoil(server)
+    with pytest.raises(redis.RedisError) as caught:
+        server.set("a", 1)
+    assert is_outage(caught.value)
+
+
 def test_a_server_in_a_long_script_is_a_503(own_api: Api, server: redis.Redis, own_url: str) -> None:
     model = own_api.model()
     server.config_set("busy-reply-threshold", 1)
