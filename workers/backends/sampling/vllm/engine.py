@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from pydantic import ValidationError
 
 from app.errors import ServerOpError, SetupError, UnservableModel
@@ -190,6 +191,10 @@ def set_environment(settings: BaseModelSettings) -> None:
     # FlashInfer's sampler serves no seeded request, and all of ours are seeded. vLLM 0.32 runs it at the start all the
     # same, to measure its memory, and FlashInfer then compiles it with nvcc, which not every machine has.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    # Without a GPU no layer is compiled (arguments.py). vLLM 0.32 would compile its count of likelier tokens all the
+    # same, at the first request, and dies on a machine without a C++ compiler or Python's headers.
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     sources = (settings.path, settings.tokenizer or settings.path)
     if all(Path(local_path(source)).exists() for source in sources):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")

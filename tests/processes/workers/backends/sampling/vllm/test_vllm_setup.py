@@ -46,6 +46,22 @@ def test_vllm_knows_each_variable_and_forks_no_process(run: subprocess.Completed
     assert "start method: spawn" in run.stdout
 
 
+RANK = """
+import torch
+from vllm.v1.sample.ops.logprobs import batched_count_greater_than
+print("rank:", batched_count_greater_than(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[2.0]])).tolist())
+"""
+
+
+def test_a_sampled_tokens_rank_needs_no_compiler_on_a_cpu(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", dict(os.environ))
+        set_environment(BaseModelSettings(name="n", path=str(tmp_path)))
+        environment = {**os.environ, "CXX": "/no/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, env=environment, check=True)
+    assert "rank: [2]" in ran.stdout
+
+
 START = """
 import json, sys
 from app.errors import UnservableModel

@@ -88,6 +88,14 @@ def test_flashinfers_sampler_which_nvcc_compiles_is_off_unless_the_operator_turn
     assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == (own or "0")
 
 
+@pytest.mark.parametrize(("gpu", "own", "set_to"), [(False, None, "1"), (False, "0", "0"), (True, None, None)])
+def test_nothing_is_compiled_on_a_cpu_unless_the_operator_wants_it(gpu, own, set_to, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"TORCH_COMPILE_DISABLE": own} if own else {})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    set_environment(BaseModelSettings(name="n", path="~/m"))
+    assert os.environ.get("TORCH_COMPILE_DISABLE") == set_to
+
+
 class Uninspected(BaseModel):
     """vLLM's error for a model whose classes cannot be imported."""
 
