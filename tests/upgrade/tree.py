@@ -25,7 +25,7 @@ def exported(commit: str) -> Path:
     if not tree.is_dir():
         partial = _TREES / f"{name}.{os.getpid()}"
         with tarfile.open(fileobj=io.BytesIO(_git("archive", "--format=tar", name))) as files:
-            files.extractall(partial, filter="data")
+            files.extractall(partial)
         partial.rename(tree)
     _check(tree)
     return tree
