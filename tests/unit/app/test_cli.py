@@ -70,6 +70,12 @@ def test_what_cannot_work_is_one_line_with_the_remedy_and_exit_code_2(arguments,
     assert len(output.err.splitlines()) == 1
 
 
+def test_a_wrong_choice_is_answered_with_the_right_ones(capsys):
+    assert run("up", "--trainer", "jax") == 2
+    # Python 3.11 quotes them.
+    assert "(choose from deepspeed, torch)" in capsys.readouterr().err.replace("'", "")
+
+
 def test_output_that_nothing_reads_is_no_traceback():
     unread, output = os.pipe()
     os.close(unread)
