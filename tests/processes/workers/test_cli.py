@@ -36,6 +36,19 @@ def run_worker(*_):
 cli.run_worker = run_worker
 cli.run_{kind}()
 """
+# As ALONE, on 16 cores of which the container may use `QUOTA`.
+LIMITED = """
+import os, sys
+from app.stack import memory
+os.sched_getaffinity = lambda _: range(16)
+memory.usable_cores = lambda: int(os.environ["QUOTA"])
+from workers import cli
+def run_worker(*_):
+    print(os.environ.get("OMP_NUM_THREADS"), "torch" in sys.modules)
+    sys.exit()
+cli.run_worker = run_worker
+cli.run_{kind}()
+"""
 # As ALONE, with twelve threads that allocate while all of them live; prints glibc's own description of its arenas.
 THREADS = """
 import ctypes, sys, threading
@@ -171,6 +184,17 @@ def test_threads_of_a_loop_do_not_spin_for_long_unless_the_user_wants_it(kind: s
     assert 0 < spins() < 10_000
     assert spins(GOMP_SPINCOUNT="77") == 77
     assert spins(OMP_WAIT_POLICY="active") > 10_000
+
+
+@pytest.mark.parametrize("kind", ["trainer", "sampler"])
+@pytest.mark.parametrize(
+    ("environ", "threads"),
+    [({"QUOTA": "4"}, "4"), ({"QUOTA": "4", "OMP_NUM_THREADS": "6"}, "6"), ({"QUOTA": "16"}, None)],
+)
+def test_a_worker_of_one_process_has_the_threads_of_its_cpu_quota(
+    kind: str, environ: dict[str, str], threads: str | None, tmp_path: Path
+) -> None:
+    assert worker(tmp_path, ["-c", LIMITED.format(kind=kind)], "", **environ).strip() == f"{threads} False"
 
 
 def test_flower_starts_without_the_libraries_that_compute() -> None:
