@@ -197,6 +197,7 @@ ADDED: dict[str, set[str]] = {
     "codec": {"Image"},
     "environment": {
         *("TINSMITH_METRICS_PORT", "TINSMITH_URL_SECRET", "TINSMITH_CAPTURE_SECRET", "TINSMITH_OPERATOR_KEY"),
+        "TINSMITH_VLLM_START_ERROR",
     },
     "settings": {
         "api.processes",

@@ -8,17 +8,16 @@ import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from pydantic import ValidationError
 
-from app.errors import ServerOpError, SetupError, UnservableModel
+from app.errors import ServerOpError
 from app.settings import BaseModelSettings
 from workers.backends.failures import StallDetector
 from workers.backends.sampling.base import Aborted, RequestHandle
+from workers.backends.sampling.vllm.start_errors import explained
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE
 from workers.models.loading.source import local_path
 
@@ -40,11 +39,12 @@ class EngineThread:
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True)
         self._thread.start()
         try:
-            self.engine = self._wait(_start(engine_args))
+            with explained(engine_args["model"]):
+                self.engine = self._wait(_start(engine_args))
             _report_steps(self.engine, self._stall_detector.progress)
-        except Exception as error:
+        except Exception:
             self._end_loop()
-            raise _explained(error, engine_args) from error
+            raise
 
     @property
     def alive(self) -> bool:
@@ -117,20 +117,6 @@ class EngineThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-def _explained(error: Exception, engine_args: dict[str, Any]) -> SetupError:
-    """Returns the error of a start. vLLM checks the model and the arguments, before it reads weights, by pydantic."""
-    if not isinstance(error, ValidationError):
-        return SetupError(f"vLLM did not start: {error}; see its log")
-    reason = error.errors()[0]["msg"].removeprefix("Value error, ").partition("\n")[0].partition(" Supported arch")[0]
-    if "failed to be inspected" in reason and find_spec("torchvision") is None:
-        # vLLM imports the model's classes in a process of its own, and only that one's log names the missing package.
-        reason = "its classes for this model import torchvision, which is not installed"
-    return UnservableModel(
-        f"this build of vLLM does not serve the model {engine_args['model']}: {reason.rstrip('.')}. "
-        "Set sampler.backend to transformers"
-    )
 
 
 def _stopped() -> ServerOpError:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import transformers
 
 from app.settings import BaseModelSettings
+from tests.models import tiny_qwen3
 from tests.parity import architectures
 from workers.backends.sampling.vllm.engine import set_environment
 
@@ -64,29 +66,47 @@ def test_a_sampled_tokens_rank_needs_no_compiler_on_a_cpu(tmp_path: Path) -> Non
 
 START = """
 import json, sys
-from app.errors import UnservableModel
+from app.errors import SetupError
 from app.settings import BaseModelSettings
 from workers.backends.sampling.vllm.arguments import engine_args
 from workers.backends.sampling.vllm.engine import EngineThread
 from workers.models import base_model
-settings = BaseModelSettings(name="n", path=sys.argv[1])
-try:
-    EngineThread(engine_args(settings, base_model.skeleton(settings), 64, "float32"))
-except UnservableModel as error:
-    print("refused:", error)
+if __name__ == "__main__":  # vLLM's processes import this file too
+    settings = BaseModelSettings(name="n", path=sys.argv[1])
+    try:
+        EngineThread({**engine_args(settings, base_model.skeleton(settings), 64, "float32"), **json.loads(sys.argv[2])})
+    except SetupError as error:
+        print("refused:", type(error).__name__, " ".join(str(error).split()))
 """
+
+
+def refusal(folder: Path, **engine_args: int) -> str:
+    """Starts vLLM for the model in the folder, in a process; returns the line in which it is refused."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", dict(os.environ))
+        set_environment(BaseModelSettings(name="n", path=str(folder)))
+        environment = dict(os.environ)
+    script = folder / "start.py"
+    script.write_text(START)
+    command = [sys.executable, str(script), str(folder), json.dumps(engine_args)]
+    output = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+    (line,) = (line for line in output.splitlines() if line.startswith("refused:"))
+    return line
 
 
 def test_a_model_that_vllms_build_does_not_know_is_refused_in_one_line(tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(architectures.build("llama", tmp_path))
     config.architectures = ["UnheardOfForCausalLM"]
     config.save_pretrained(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "environ", dict(os.environ))
-        set_environment(BaseModelSettings(name="n", path=str(tmp_path)))
-        command = [sys.executable, "-c", START, str(tmp_path)]
-        output = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=True).stdout
-    (line,) = (line for line in output.splitlines() if line.startswith("refused:"))
+    line = refusal(tmp_path)
+    assert line.startswith("refused: UnservableModel")
     assert "UnheardOfForCausalLM" in line
     assert line.endswith("Set sampler.backend to transformers")
     assert len(line) < 400
+
+
+def test_a_start_that_fails_in_vllms_own_process_says_why_in_our_words(tmp_path: Path) -> None:
+    """vLLM itself says "Engine core initialization failed. See root cause above", and the cause in its log alone."""
+    line = refusal(Path(tiny_qwen3(tmp_path)), num_gpu_blocks_override=1)
+    assert line.startswith("refused: SetupError vLLM did not start: No available memory for the cache blocks.")
+    assert "increasing `memory_share`" in line

@@ -50,7 +50,7 @@ def thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineThread]:
         return Engine()
 
     monkeypatch.setattr(vllm_engine, "_start", start)
-    yield EngineThread({})
+    yield EngineThread({"model": "m"})
 
 
 def test_whatever_a_call_meets_while_the_engine_is_stopped_it_says_that_the_worker_shuts_down(thread: EngineThread):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import BaseModel, ValidationError, field_validator
 
 from app.errors import SetupError, UnservableModel
 from app.settings import BaseModelSettings
@@ -27,7 +26,7 @@ from workers.backends.sampling.vllm.checks import (
     check_query_scaling,
     check_rotary_order,
 )
-from workers.backends.sampling.vllm.engine import _explained, set_environment
+from workers.backends.sampling.vllm.engine import set_environment
 from workers.backends.sampling.vllm.worker import SAMPLER_PID_VARIABLE
 from workers.models import base_model
 
@@ -94,27 +93,6 @@ def test_nothing_is_compiled_on_a_cpu_unless_the_operator_wants_it(gpu, own, set
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     set_environment(BaseModelSettings(name="n", path="~/m"))
     assert os.environ.get("TORCH_COMPILE_DISABLE") == set_to
-
-
-class Uninspected(BaseModel):
-    """vLLM's error for a model whose classes cannot be imported."""
-
-    model: str
-
-    @field_validator("model")
-    @classmethod
-    def inspect(cls, model: str) -> str:
-        raise ValueError(
-            f"Model architectures ['{model}'] failed to be inspected. Please check the logs for more details."
-        )
-
-
-def test_a_model_whose_classes_need_torchvision_is_refused_with_that_reason() -> None:
-    with pytest.raises(ValidationError) as found:
-        Uninspected(model="Mistral3")
-    error = _explained(found.value, {"model": "mistral-3"})
-    assert isinstance(error, UnservableModel)
-    assert all(part in str(error) for part in ("mistral-3", "torchvision", "transformers"))
 
 
 @pytest.mark.parametrize("case", ["qwen3", "qwen3-moe", "llama4"])
