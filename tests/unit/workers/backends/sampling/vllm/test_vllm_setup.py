@@ -56,9 +56,19 @@ def test_a_cpu_build_beside_it_is_fine(tmp_path, monkeypatch):
     check_install()
 
 
+def test_a_build_for_cuda_without_a_gpu_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_install()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SetupError, match=r"vLLM's build for CUDA needs a GPU.*set sampler\.backend to transformers"):
+        check_install()
+
+
 def test_a_vllm_that_cannot_be_imported_is_a_setup_error_that_names_the_cause(tmp_path, monkeypatch):
     (tmp_path / "vllm.py").write_text("raise ImportError('libcudart.so.99: cannot open shared object file')")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", None)  # a build for CUDA asks for a GPU before
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     monkeypatch.delenv(SAMPLER_PID_VARIABLE, raising=False)  # left by another test, it names a sampler to end with
     # Imported anew, they must not need vLLM either.
