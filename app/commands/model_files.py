@@ -70,8 +70,13 @@ def check_cache(hub_id: str) -> None:
         except OSError as error:
             raise SetupError(
                 f"{hub_id} cannot be downloaded into the Hugging Face cache {cache}: {there}: {error.strerror}; set "
-                "HF_HOME to a folder that this user can write"
+                f"{cache_variable()} to a folder that this user can write"
             ) from None
+
+
+def cache_variable() -> str:
+    """The environment variable that decides where the hub's cache is."""
+    return "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME"
 
 
 def _cached(hub_id: str) -> Path | None:

@@ -140,7 +140,7 @@ def _missing(hub_id: str) -> dict[str, int]:
     if needed > free:
         raise SetupError(
             f"{hub_id} has {gib(needed)} to download, but {cache} has {gib(free)} free; delete something there, or set "
-            "HF_HOME to a folder on another disk"
+            f"{model_files.cache_variable()} to a folder on another disk"
         )
     return missing
 

@@ -78,12 +78,15 @@ def test_what_cannot_be_a_model_here_is_refused(hub: Hub, tmp_path: Path, capsys
 def test_a_model_larger_than_the_free_disk_is_refused(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     hub.repos["org/m"] = model_folder(tmp_path / "m")
     disk = shutil.disk_usage(tmp_path)
     size = sum(file.stat().st_size for file in (tmp_path / "m").iterdir())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk._replace(free=size - 1))
     said = refused("org/m", capsys)
     assert "org/m has 0.0 GiB to download, but" in said and "set HF_HOME to a folder on another disk" in said
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))  # it wins over HF_HOME
+    assert "set HF_HUB_CACHE to a folder on another disk" in refused("org/m", capsys)
     assert hub.sent == []
 
 
@@ -92,6 +95,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(
     part: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Root may write everywhere, so a file lies where the cache has a folder."""
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     hub.repos["org/m"] = model_folder(tmp_path / "m")
     taken = tmp_path / "cache" / part
     taken.parent.mkdir(parents=True, exist_ok=True)
