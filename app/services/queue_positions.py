@@ -9,7 +9,7 @@ project with short calls runs more of them in each turn.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -98,12 +98,12 @@ class QueuePositions:
         """The position of a call behind `earlier` calls of its own model."""
         if earlier < 0:
             return None
+        if line.running and not earlier:
+            return Position(0, 0.0, running=True)
         lane = self._lane(line.queue, line.node)
         turns = earlier + 1
         mine = earlier + lane.in_turns(line.owner, turns) - min(line.waiting, turns)
         before = self._behind_others(mine, line.owner, lane.waiting)
-        if line.running and not earlier:
-            return Position(0, 0.0, running=True)
         if not line.admitted:
             return Position(before, None, missing=line.applied + 1)
         return Position(before, self._pool(line.queue).seconds(before, line.node))
@@ -118,10 +118,11 @@ class QueuePositions:
         return Position(before, pool.seconds(before + 1 - int(pool.batch / rows)))
 
     def _behind_others(self, earlier: int, owner: str, waiting: Mapping[str, int]) -> int:
+        """The number of calls that run before a call with `earlier` calls of its own project. `waiting` holds the
+        waiting calls of each project."""
         own = self._weight_of(owner)
-        return _behind(
-            earlier, ((count, self._weight_of(other) / own) for other, count in waiting.items() if other != owner)
-        )
+        others = ((count, self._weight_of(other) / own) for other, count in waiting.items() if other != owner)
+        return earlier + sum(min(count, ceil((earlier + 1) * turns)) for count, turns in others)
 
     def _lane(self, queue: str, node: str) -> _Lane:
         if (queue, node) not in self._lanes:
@@ -138,12 +139,6 @@ class QueuePositions:
             service_times = {node: worker.pace_s for node, worker in own.items()}
             self._pools[queue] = _WorkerPool(service_times, sum(worker.batch for worker in own.values()))
         return self._pools[queue]
-
-
-def _behind(own: int, others: Iterable[tuple[int, float]]) -> int:
-    """The number of calls that run before a call with `own` earlier calls of its project. `others` holds, for each
-    other project, its waiting calls and its turns per turn of this one."""
-    return own + sum(min(waiting, ceil((own + 1) * turns)) for waiting, turns in others)
 
 
 def _share_a_worker(node: str, other: str) -> bool:
