@@ -125,7 +125,7 @@ class RedisFutures:
         self._check_size(payload)
         most = (bounds.requests, bounds.tokens) if bounds else ("", "")
         needed = tokens, sequences
-        paid = limits.with_names(charge)
+        paid = limits.encoded_with_payers(charge)
         call = request_id, parent_id, owner, queue, digest, *needed, *most, *paid, trace
 
         def read(found: Any) -> Admission:

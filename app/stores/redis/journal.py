@@ -104,7 +104,7 @@ class RedisOpLog(RedisFutures):
         self._check_size(payload)
         call = model_id, seq, request_id, kind, digest
         source = (loads[0], json.dumps(loads[1])) if loads else ("", "")
-        more = limits.of_op(charge), audited, trace, *source, *flat(model or {})
+        more = limits.encoded(charge), audited, trace, *source, *flat(model or {})
 
         def read(found: Any) -> Admission:
             what, detail = texts(found)

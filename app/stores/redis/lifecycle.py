@@ -59,7 +59,7 @@ class RedisLifecycle:
     def open(self, session_id: str, fields: Record, charge: Charge) -> None:
         """Opens a session; one that exists does not change and is not charged again. Raises TooManyRequests or
         LimitReached for a limit of `charge`, and Unavailable while there is no room for another record."""
-        limits.check(self._run("open_session", session_id, limits.of_op(charge), *flat(fields)))
+        limits.check(self._run("open_session", session_id, limits.encoded(charge), *flat(fields)))
 
     def heartbeat(self, session_id: str) -> None:
         """Notes that the client of the session is alive."""

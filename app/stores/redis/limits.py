@@ -52,7 +52,7 @@ class RedisQuotas:
     def take(self, charge: Charge) -> None:
         """Charges all payers of a call, or none. Raises TooManyRequests if the call may be repeated later, and
         LimitReached if something has to be deleted first."""
-        if asked := of_op(charge):
+        if asked := encoded(charge):
             check(self._run("take", asked))
 
     def reserve(self, path: str, charge: Charge, seconds: float, upload: tuple[str, Record] | None = None) -> None:
@@ -62,7 +62,7 @@ class RedisQuotas:
 
         `upload`: the id and the fields of an upload to record in the same step. Where it exists already, this changes
         and charges nothing."""
-        asked, payers = with_names(charge)
+        asked, payers = encoded_with_payers(charge)
         recorded = [upload[0], *flat(upload[1])] if upload else []
         check(self._run("reserve", path, asked, payers, charge.stored, int(seconds * 1000), *recorded))
 
@@ -86,19 +86,19 @@ class RedisQuotas:
         return sum(last is not None for last in heard)
 
 
-def of_op(charge: Charge) -> str:
-    """The charge as JSON, the input of the scripts; empty when no payer has a limit."""
+def encoded(charge: Charge) -> str:
+    """The charge as JSON, as the scripts take it; empty when no payer has a limit."""
     payers = [
-        {"kind": payer.kind, "id": payer.id, "name": payer.name, "limits": said}
+        {"kind": payer.kind, "id": payer.id, "name": payer.name, "limits": limits}
         for payer in charge.payers
-        if (said := _said(payer.limits))
+        if (limits := _given_limits(payer.limits))
     ]
     return json.dumps({**asdict(charge), "payers": payers}) if payers else ""
 
 
-def with_names(charge: Charge) -> tuple[str, str]:
-    """The charge as in `of_op`, and the names of all payers, limited or not."""
-    return of_op(charge), " ".join(payer.name for payer in charge.payers)
+def encoded_with_payers(charge: Charge) -> tuple[str, str]:
+    """The charge as in `encoded`, and the names of all payers, limited or not."""
+    return encoded(charge), " ".join(payer.name for payer in charge.payers)
 
 
 def check(found: Sequence[bytes]) -> None:
@@ -115,6 +115,6 @@ def check(found: Sequence[bytes]) -> None:
     raise error
 
 
-def _said(limits: Limits) -> dict[str, float]:
-    """The set limits of calls by name. An unset one is left out, because cjson's null counts as true."""
+def _given_limits(limits: Limits) -> dict[str, float]:
+    """The given limits of calls, by name. An absent one is left out, because cjson's null counts as true."""
     return {name: value for name, value in asdict(limits).items() if value is not None and name not in UNCHARGED}
