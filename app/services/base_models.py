@@ -86,7 +86,7 @@ class BaseModels:
     def known(self, role: str, name: str) -> BaseModelInfo | None:
         """The same facts, or None while no worker has reported any."""
         if (role, name) not in self._known:
-            self.live()
+            self._read_workers()
         return self._known.get((role, name))
 
     def check_sampled(self, lora: LoraSpec, name: str) -> None:
@@ -95,7 +95,7 @@ class BaseModels:
         try:
             check_sampled(lora, self.known("trainer", name), self.known("sampler", name))
         except BadRequest:
-            self.live()
+            self._read_workers()
             check_sampled(lora, self.known("trainer", name), self.known("sampler", name))
 
     def _of_last_worker(self, role: str, name: str) -> BaseModelInfo | None:
@@ -123,7 +123,7 @@ class BaseModels:
     def _reported(self, role: str, name: str) -> dict[str, dict[str, Any]]:
         self.info(role, name)
         if (role, name) not in self._shapes:
-            self.live()
+            self._read_workers()
         if (role, name) not in self._shapes:
             raise Unavailable(f"no {role} for {name} has reported its shapes yet; try again soon")
         return of_rows(self._shapes[role, name])
@@ -134,9 +134,13 @@ class BaseModels:
 
     def workers(self) -> dict[str, Worker]:
         """Healthy workers with a current heartbeat, by node."""
+        return {node: worker for node, worker in self._read_workers().items() if worker.healthy}
+
+    def _read_workers(self) -> dict[str, Worker]:
+        """Workers with a current heartbeat, by node. Learns the facts that they report."""
         workers = {node: load(Worker, fields) for node, fields in self._records.list(Worker.namespace)}
         self._learn(workers.values())
-        return {node: worker for node, worker in workers.items() if worker.healthy}
+        return workers
 
     def _learn(self, workers: Iterable[Worker]) -> None:
         grouped: defaultdict[tuple[str, str], list[Worker]] = defaultdict(list)
