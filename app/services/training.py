@@ -110,13 +110,14 @@ class TrainingService:
         return self._admit(caller, model, asked["model_id"], asked["seq_id"], OptimStep(params))
 
     def save_weights(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
-        return self._save(caller, asked, "weights")
+        model = load_owned(self._records, Model, asked["model_id"], caller)
+        return self._save(caller, model, asked, "weights")
 
     def save_weights_external(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
         model = load_owned(self._records, Model, asked["model_id"], caller)
         merged = exports_merged(asked.get("format"), model)
         recipients = check_recipients(asked.get("age_encryption_recipients") or ())
-        return self._save(caller, asked, "external_weights", merged=merged, recipients=recipients)
+        return self._save(caller, model, asked, "external_weights", merged=merged, recipients=recipients)
 
     def save_weights_for_sampler(self, caller: Caller, asked: Mapping[str, Any]) -> Promise:
         """Saves weights for sampling: persistent under `path`, or ephemeral under a new sampling session. Raises
@@ -124,7 +125,7 @@ class TrainingService:
         model = load_owned(self._records, Model, asked["model_id"], caller)
         check_sampled_role(asked["model_id"], critic=model.critic)
         if asked.get("path") is not None:
-            return self._save(caller, asked, "sampler_weights")
+            return self._save(caller, model, asked, "sampler_weights")
         if asked.get("sampling_session_seq_id") is None:
             raise BadRequest("save_weights_for_sampler needs either path or sampling_session_seq_id")
         check_sampleable(self._bases.settings(model.base_model), full=model.full)
@@ -157,13 +158,13 @@ class TrainingService:
     def _save(
         self,
         caller: Caller,
+        model: Model,
         asked: Mapping[str, Any],
         kind: str,
         *,
         merged: bool = False,
         recipients: tuple[str, ...] = (),
     ) -> Promise:
-        model = load_owned(self._records, Model, asked["model_id"], caller)
         check_ttl(asked.get("ttl_seconds"))
         op = SaveWeights(
             kind,
