@@ -211,7 +211,7 @@ def _loads(op: Op) -> tuple[str, str] | None:
 
 
 def _charge(op: Op, payers: tuple[Payer, ...]) -> Charge:
-    """The charge of an Op."""
+    """The charge of an Op, without its part of a budget."""
     tokens = int(op.batch.tokens.values.size) if isinstance(op, ForwardBackward) else 0
     models, stores = int(isinstance(op, CreateModel)), isinstance(op, SaveWeights)
     return Charge(payers, tokens, models=models, stores=stores)

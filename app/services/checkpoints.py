@@ -145,7 +145,7 @@ class CheckpointSearch:
         shown = found[: asked["limit"]]
         answer: dict[str, Any] = {"checkpoints": [checkpoint_view(path, one) for path, one in shown]}
         if len(found) > len(shown):
-            created, uuid = places[shown[-1][0]]  # a save may have changed the record's since
+            created, uuid = places[shown[-1][0]]  # the record may have changed since
             answer["next_cursor"] = {"last_created_at": created.isoformat(), "last_checkpoint_uuid": uuid}
         return answer
 

@@ -175,9 +175,8 @@ ACTIVE = QueueState("active")
 
 
 class QueueStates:
-    """Computes the queue state of pending futures. It is used only when a long poll times out, and 5,000 polls may do
-    so within seconds. So one snapshot serves all polls for a moment, and the worker role that a future needs is cached,
-    because it never changes."""
+    """Computes the queue state of pending futures. It caches the worker role that a future needs, which never
+    changes."""
 
     def __init__(self, snapshots: QueueSnapshots, records: RedisRecords) -> None:
         self._snapshots, self._records = snapshots, records
@@ -223,8 +222,8 @@ class QueueSnapshot:
 
 
 class QueueSnapshots(Recent[QueueSnapshot]):
-    """Takes and caches snapshots of the queue. One snapshot serves all polls within a moment, as 5,000 long polls may
-    end within seconds. `weight_of` returns a project's weight."""
+    """Takes and caches snapshots of the queue. One snapshot serves all polls of a moment: 5,000 of them may end
+    within seconds. `weight_of` returns a project's weight."""
 
     def __init__(
         self, bases: BaseModels, oplog: RedisOpLog, backlog: RedisBacklog, weight_of: Callable[[str], float]

@@ -86,8 +86,8 @@ class Teardown:
         return (model_id for model_id, fields in stored if "ended" not in fields)
 
     def _samplers(self, session_id: str) -> Iterator[dict[str, str]]:
-        """The session's samplers, by what takes about as long: many without files, or one with the prefix of its
-        files."""
+        """Yields the session's samplers in parts that take about as long to end: many without files, or one with the
+        prefix of its files."""
         many: dict[str, str] = {}
         for sampler_id, fields in self._records.list(Sampler.namespace, ids.sampler_prefix(session_id)):
             sampler = load(Sampler, fields)

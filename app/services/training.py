@@ -199,8 +199,9 @@ class TrainingService:
         return {"request_id": request_id, "model_id": model_id}
 
 
-# They stay in the state server's memory until their session is removed. A loss takes 1 to 3 KB, and at most 170 KB.
 MOST_LOSS_BYTES = 16 * 2**20
+"""Most bytes of a session's custom losses, which stay in the state server's memory until the session is removed. A loss
+takes 1 to 3 KB, and at most 170 KB."""
 
 
 class CustomLossService:

@@ -59,7 +59,7 @@ def check_sampled(lora: LoraSpec, trainer: BaseModelInfo | None, sampler: BaseMo
 
 def asked_role(asked: Mapping[str, Any]) -> str | None:
     """POLICY or CRITIC, from the field model_role or from model_role in user_metadata (the SDK can send only the
-    latter); None if neither is given."""
+    latter); None if neither is given. Raises BadRequest for another role, and for two that differ."""
     given = [role for role in (asked.get(ROLE), asked["user_metadata"].get(ROLE)) if role is not None]
     for role in given:
         if role not in (POLICY, CRITIC):
@@ -151,7 +151,7 @@ def check_ttl(ttl_seconds: int | None) -> None:
 
 
 def check_loadable(path: ids.TinkerPath, checkpoint: Checkpoint, optimizer: bool) -> None:
-    """Raises BadRequest for a merged model, and for an optimizer state that only a training checkpoint holds."""
+    """Raises BadRequest as `check_adapter` does, and for the optimizer state of a checkpoint that has none."""
     check_adapter(path, checkpoint)
     if optimizer and path.kind != "weights":
         raise BadRequest(

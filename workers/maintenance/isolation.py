@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def isolated(id_: str) -> Iterator[None]:
-    """Logs an error with one of them, so that it keeps no other waiting. Raises an outage of the state server."""
+    """Logs and swallows an error of the block, which works on `id_` alone, so that the round goes on with the others.
+    Raises an outage of the state server."""
     try:
         yield
     except Exception as error:

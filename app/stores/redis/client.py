@@ -48,8 +48,8 @@ _ASK_S = 2.0
 
 
 def connect(url: str) -> redis.Redis:
-    """A thread-safe client. Raises redis.ConnectionError only when it is used, and ValueError for what is no URL of
-    Redis or of its sentinels.
+    """A thread-safe client. Raises redis.ConnectionError only when it is used, and ValueError for a text that is no
+    URL of Redis or of its sentinels.
 
     Calls raise redis.TimeoutError when the server does not answer within ANSWER_S.
     """
