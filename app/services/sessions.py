@@ -15,7 +15,7 @@ from app.domain.records import Checkpoint, Model, Sampler, Session
 from app.errors import BadRequest, NotFound
 from app.services.teardown import Teardown
 from app.services.tenants import audit
-from app.services.tenants.access import check_role, load_owned, load_readable
+from app.services.tenants.access import load_owned, load_readable, project_to_write
 from app.services.tenants.limits import QuotaService
 from app.services.views import (
     AccessScope,
@@ -72,11 +72,7 @@ class SessionService:
         Without `project_id`, raises Forbidden if the caller may not create sessions in the own project. Raises
         TooManyRequests or LimitReached for a limit of the project or of the caller's key.
         """
-        project = asked.get("project_id")
-        if project is None:
-            project = caller.project
-            check_role(caller, project)
-        check_writable(caller, project)
+        project = project_to_write(caller, asked.get("project_id"))
         session_id = ids.session_id(project, caller.key_id, key)
         session = Session(
             project,

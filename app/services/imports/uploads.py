@@ -25,10 +25,10 @@ from app.errors import BadRequest, LimitReached, NotFound, TooLarge, Unavailable
 from app.services.base_models import BaseModels, trainer_role
 from app.services.imports import peft_files
 from app.services.imports.importer import Importer, path_of
-from app.services.tenants.access import check_role, load_owned
+from app.services.tenants.access import load_owned, project_to_write
 from app.services.tenants.limits import RESERVED_S, QuotaService
 from app.services.validation import GROUPS, check_lora
-from app.services.views import check_writable, timestamp
+from app.services.views import timestamp
 from app.settings import LimitSettings
 from app.stores.objects.base import ObjectStore
 from app.stores.redis.records import RedisRecords
@@ -52,7 +52,7 @@ class UploadService:
         """Starts an upload, and returns its id and a URL for each file. A repeat of the call under the same idempotency
         key returns the same id and costs nothing. Raises NotFound (project), Forbidden, BadRequest, LimitReached,
         TooManyRequests or Unavailable."""
-        project = self._project(caller, asked["destination_project_id"])
+        project = project_to_write(caller, asked["destination_project_id"])
         base, lora = asked["base_model"], LoraSpec(**asked["lora_config"])
         shapes = self.bases.adapter_shapes(base)
         info = self.bases.info(trainer_role(full=False), base)
@@ -114,12 +114,6 @@ class UploadService:
             yield
         finally:
             self.finishes.release()
-
-    def _project(self, caller: Caller, asked: str | None) -> str:
-        if asked is None:
-            check_role(caller, caller.project)
-            return caller.project
-        return check_writable(caller, asked)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from app import ids
 from app.domain.accounts import Caller, Role
 from app.domain.records import Checkpoint, Loss, Model, Sampler, Session, Upload
 from app.errors import BadRequest, Forbidden, NotFound, Unauthorized
-from app.services.views import Page, is_wanted
+from app.services.views import Page, check_writable, is_wanted
 from app.stores.redis.client import slices
 from app.stores.redis.records import RedisRecords, load
 from app.stores.redis.types import Record
@@ -166,6 +166,16 @@ def check_role(caller: Caller, project: str, role: Role = "member") -> None:
     if not caller.may(role, project):
         had = caller.roles[project] if caller.sees(project) else "none"
         raise Forbidden(f"this needs the role {role} in project {project}; your role is {had}")
+
+
+def project_to_write(caller: Caller, asked: str | None) -> str:
+    """The project in which a call creates something: the `asked` one, or the project of the caller's key. Raises
+    NotFound for an asked one to which the caller may not write, whether it exists or not, and Forbidden if the caller
+    may not write to the key's own."""
+    if asked is not None:
+        return check_writable(caller, asked)
+    check_role(caller, caller.project)
+    return caller.project
 
 
 def _is_expired(found: Session | Model | Sampler | Checkpoint | Upload | Loss, records: RedisRecords) -> bool:
