@@ -66,7 +66,7 @@ class HubService:
         self._sources = _sources(bases) if served else {}
         self._cache = cache
 
-    def repository(self, repo_id: str, revision: str = _BRANCH) -> Repository:
+    def repository(self, repo_id: str, revision: str) -> Repository:
         """The repository with this id. Raises RepoNotFound, RevisionNotFound, or Unavailable when the files cannot be
         fetched from the Hub now."""
         source = self._sources.get(repo_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from app.domain.records import BaseModelInfo, Sampler
@@ -73,13 +73,13 @@ class Chat:
 
     model: str
     messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    parallel: bool = True
+    tools: Sequence[Mapping[str, Any]]
+    parallel: bool
+    variables: Mapping[str, Any]
+    effort: Effort | None
+    is_json: bool
     prefill: str = ""
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    effort: Effort | None = None
     needs_effort: bool = True
-    is_json: bool = False
     separate: bool = True
 
 

@@ -79,7 +79,7 @@ def find_public(records: RedisRecords, path: ids.TinkerPath) -> Checkpoint | Non
 
 
 def list_run_checkpoints(
-    records: RedisRecords, model_ids: Sequence[str], caller: Caller, *, newest: bool = False
+    records: RedisRecords, model_ids: Sequence[str], caller: Caller, *, newest: bool
 ) -> list[list[ListedCheckpoint]]:
     """For each run its checkpoints that the caller may read; of another project's run these are the public ones. Newest
     first and without the expired ones, as in `list_checkpoints`. With `newest` there may be only the newest of each

@@ -192,7 +192,7 @@ class RedisLifecycle:
         args = (self._unread_s, failed.content_type, failed.body)
         return _sum(lambda: self._run("abort_samples", _ABORTED_AT_ONCE, *args, *sampler_ids))
 
-    def _asked(self, session_id: str | None = None) -> list[str]:
+    def _asked(self, session_id: str | None) -> list[str]:
         """The samplers with unfinished requests, of one session or of all."""
         asked = texts(self._redis.smembers(keys.SAMPLERS_ASKED))
         return asked if session_id is None else [id_ for id_ in asked if id_.startswith(ids.sampler_prefix(session_id))]
