@@ -188,6 +188,7 @@ class ShmFolder:
         return True
 
     def find(self, prefix: str) -> Path | None:
+        """The folder of a checkpoint's files; None when they are not here."""
         if self._is_ours():
             for folder in self._folders(prefix):
                 if folder.is_dir():

@@ -87,6 +87,7 @@ class SnapshotPipeline:
         self._uploads: CoalescingWorker[PendingUpload] = make_worker("snapshot-uploads", self._upload)
 
     def put(self, taken: SnapshotCopy) -> None:
+        """Stores a copy soon, in place of an earlier one that still waits for the disk."""
         self._writes.put(taken.lease.model_id, taken, at_once=taken.at_once)
 
     def resume(self, lease: Lease, local: LocalSnapshot, durable: Callable[[], None]) -> None:
@@ -259,6 +260,7 @@ class SnapshotFolder:
         shutil.rmtree(local.path, ignore_errors=True)
 
     def forget(self, model_id: str) -> None:
+        """Removes all snapshots of a model."""
         shutil.rmtree(self._folder_of(model_id), ignore_errors=True)
 
     def models(self) -> list[str]:

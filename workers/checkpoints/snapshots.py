@@ -50,7 +50,8 @@ _MOST_PASSES = 64
 @dataclass(slots=True)
 class Track:
     """One model since it was restored here. `total`, `taken` and `durable` count payload bytes of the journal: all
-    until now, those until the newest snapshot, and those until the newest durable one."""
+    until now, those until the newest snapshot, and those until the newest durable one. Both times are
+    monotonic: until `next` no snapshot is taken that can wait, and `used` is that of the last Op that succeeded."""
 
     next: float
     used: float
@@ -142,6 +143,7 @@ class Snapshots:
             self._pipeline.resume(lease, local, partial(track.made_durable, 0))
 
     def replayed(self, model_id: str, entry: Entry) -> None:
+        """Counts an Op that a restore has run again. Takes no snapshot."""
         telemetry.REPLAYED.inc()
         self._track(model_id).ops += 1
         if not entry.doomed:

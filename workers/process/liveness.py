@@ -84,6 +84,7 @@ class Heartbeat:
         self.refresh()
 
     def stop(self) -> None:
+        """Deletes the record, once a heartbeat that is under way has ended, or after `_LAST_BEAT_S`."""
         self._stopped = True
         self._wake.set()
         if self._thread.is_alive():  # a beat under way would put the record back
@@ -202,6 +203,7 @@ class LeaseKeeper:
             self._lost[id_] = lost
 
     def drop(self, id_: str) -> None:
+        """Stops renewing a lease, which lapses at the state server unless it is released there."""
         with self._lock:
             self._renewed.pop(id_, None)
             self._lost.pop(id_, None)
@@ -212,6 +214,7 @@ class LeaseKeeper:
             return time.monotonic() - self._renewed.get(id_, -math.inf) < self._lease_s
 
     def stop(self) -> None:
+        """Renews nothing more. Waits for a renewal that is under way."""
         self._stop.set()
         self._thread.join()
 
@@ -265,6 +268,7 @@ class Watchdog:
         self._running = 0
         self._alive = self._checked_at = time.monotonic()
         self._unanswered: float | None = None
+        """The time of the first question to the broker since its last answer."""
         self._tick_sent_at: float | None = None
         self._stop = threading.Event()
 
@@ -298,6 +302,7 @@ class Watchdog:
         return self._engine_healthy() and self.deaf_s() <= self._healthy_s
 
     def deaf_s(self) -> float:
+        """Seconds for which no task has reached this worker; 0 while it works or the broker is away."""
         asked = self._unanswered
         if self._running or (asked is not None and time.monotonic() - asked > _AWAY_S):
             return 0.0

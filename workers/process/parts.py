@@ -51,7 +51,8 @@ _SOON_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts that trainers and samplers share. `worker` is "node/boot", the name of this process."""
+    """The parts that trainers and samplers share. `worker` is "node/boot", the name of this process. The thread of
+    `keeper` runs already."""
 
     settings: Settings
     worker: str
@@ -68,6 +69,7 @@ class Parts:
 
     @classmethod
     def of(cls, settings: Settings, celery: dispatch.App, worker: str) -> Parts:
+        """The parts over the servers of the settings. Raises SetupError for a server that cannot be used."""
         client = connect_state(settings.redis.url)
         check_at_start(client)
         store = objects.create(settings, may_be_away=True)

@@ -30,9 +30,10 @@ _STOP_S = 20.0
 
 
 class Handler(Protocol):
-    """Handles the requests that are dispatched to a worker."""
-
-    def handle(self, request_id: str, model_id: str, kind: str) -> Result | None: ...
+    def handle(self, request_id: str, model_id: str, kind: str) -> Result | None:
+        """Handles one dispatch. Returns the future's result; None when the future no longer exists. Raises Requeue when
+        it must be dispatched again."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Runtime:
     ends. Raises RedisError while the state server is away."""
 
     def handle(self, request_id: str, model_id: str, kind: str, queue: str) -> Result | None:
+        """Handles one dispatch of `queue`, as Handler does. The worker is not deaf meanwhile."""
         handler = self.shared if queue == self.queue else self.handler
         with self.watchdog.working():
             return handler.handle(request_id, model_id, kind)
@@ -71,6 +73,7 @@ class Runtime:
         self.watchdog.answered()
 
     def announce(self) -> None:
+        """Starts the threads. The API and other workers know of this one from the first heartbeat on."""
         self.heartbeat.start()
         self.watchdog.start()
         self.maintenance.start()

@@ -39,6 +39,8 @@ def path_of(session_id: str) -> ids.TinkerPath:
 
 @dataclass(frozen=True, slots=True)
 class Importer:
+    """Makes checkpoints of checked files, each in a run of its own."""
+
     records: RedisRecords
     oplog: RedisOpLog
     lifecycle: RedisLifecycle

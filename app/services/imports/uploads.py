@@ -40,6 +40,8 @@ _FINISHES_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class UploadService:
+    """Starts and finishes uploads. `finishes` bounds those that this process finishes at once."""
+
     records: RedisRecords
     objects: ObjectStore
     bases: BaseModels

@@ -58,6 +58,8 @@ class RedisRecords:
         self._run = Scripts(client, settings)
 
     def put(self, namespace: str, key: str, fields: Record, *, ttl_s: float | None = None) -> None:
+        """Sets fields of a record, which is made if there is none; its other fields stay. With `ttl_s` it expires after
+        that time."""
         self._run("put", namespace, key, 0 if ttl_s is None else int(ttl_s * 1000), *flat(fields))
 
     def put_demand(self, role: str, base_model: str) -> None:
