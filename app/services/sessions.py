@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
@@ -176,12 +176,12 @@ class SessionSearch:
     def _found(self, caller: Caller, asked: Mapping[str, Any]) -> Iterator[ListedSession]:
         """The sessions that fit, newest first; whoever stops early reads few of them."""
         within = searched(caller, asked["owner"], asked["project_ids"])
-        places = ((_place(created, id_), id_) for created, id_ in self._records.list_sessions(within))
-        cursor, fits = asked["cursor"] and _after(asked["cursor"]), _filter(caller, within, asked)
-        listed = [id_ for place, id_ in sorted(places, reverse=True) if cursor is None or place < cursor]
+        places = ((datetime.fromtimestamp(created, UTC), id_) for created, id_ in self._records.list_sessions(within))
+        cursor = asked["cursor"] and (asked["cursor"]["last_created_at"], asked["cursor"]["last_session_id"])
+        listed = [place[1] for place in sorted(places, reverse=True) if cursor is None or place < cursor]
         for slice_ in slices(listed, _SLICE):
             for id_, fields in self._records.read(Session.namespace, slice_):
-                if fields and fits(found := (id_, load(Session, fields))):
+                if fields and _fits(found := (id_, load(Session, fields)), caller, within, asked):
                     yield found
 
     def _summaries(self, found: Sequence[ListedSession]) -> list[dict[str, Any]]:
@@ -210,20 +210,16 @@ def _summary(session_id: str, session: Session, checkpoints: int, size: int) -> 
     }
 
 
-def _filter(caller: Caller, within: Set[str], asked: Mapping[str, Any]) -> Callable[[ListedSession], bool]:
-    wanted = asked["user_metadata"].items()
-
-    def fits(found: ListedSession) -> bool:
-        session = found[1]
-        return (
-            session.owner in within
-            and is_wanted(caller, asked["owner"], session.user, session.owner)
-            and _is_named(found, asked["session_id"], asked["display_name"])
-            and wanted <= texts(session.user_metadata).items()
-            and _has_status(session, asked["statuses"])
-        )
-
-    return fits
+def _fits(found: ListedSession, caller: Caller, within: Set[str], asked: Mapping[str, Any]) -> bool:
+    """True for a session in the projects `within` that fits in all but its place."""
+    session = found[1]
+    return (
+        session.owner in within
+        and is_wanted(caller, asked["owner"], session.user, session.owner)
+        and _is_named(found, asked["session_id"], asked["display_name"])
+        and asked["user_metadata"].items() <= texts(session.user_metadata).items()
+        and _has_status(session, asked["statuses"])
+    )
 
 
 def _is_named(found: ListedSession, session_id: str | None, name: str | None) -> bool:
@@ -251,14 +247,6 @@ def _status(session: Session) -> dict[str, Any] | None:
     if session.status not in _REASONS:
         return None
     return {"type": "client_finished", "reason": {"type": session.status}, "detail": session.detail or None}
-
-
-def _place(created: float, id_: str) -> tuple[datetime, str]:
-    return datetime.fromtimestamp(created, UTC), id_
-
-
-def _after(cursor: Mapping[str, Any]) -> tuple[datetime, str]:
-    return cursor["last_created_at"], cursor["last_session_id"]
 
 
 class TraceService:
