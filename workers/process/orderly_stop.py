@@ -59,14 +59,14 @@ def _await_signal(
         log.warning("running requests return to the journal, because they take longer than %.0f s", _WITHIN_S)
         with exit_on_hang():
             for _ in range(2):
-                _persist(hand_back)
+                _hand_back_when_reachable(hand_back)
                 time.sleep(_AGAIN_S)
         logging.shutdown()
         os._exit(0)
 
 
-def _persist(hand_back: Callable[[], None]) -> None:
-    """Tries until the state server can be reached; `exit_on_hang` limits it."""
+def _hand_back_when_reachable(hand_back: Callable[[], None]) -> None:
+    """Tries again while the state server is away, until `exit_on_hang` ends the process."""
     while True:
         try:
             return hand_back()
