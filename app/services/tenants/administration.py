@@ -173,4 +173,6 @@ class Administration:
 
 def _check_operator(caller: Caller) -> None:
     if not caller.is_operator:
-        raise Forbidden("only the operator creates projects: this key is not in operator_keys of the settings")
+        raise Forbidden(
+            "only the operator creates organisations and projects: this key is not in operator_keys of the settings"
+        )
