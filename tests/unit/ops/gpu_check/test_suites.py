@@ -78,6 +78,23 @@ def test_the_suite_of_kernels_needs_no_package_of_the_other_parts() -> None:
     assert done.returncode == 0 and "test_gpus.py" in done.stdout, done.stdout[-2000:]
 
 
+def test_only_the_suite_that_needs_deepspeed_has_the_tests_that_run_it() -> None:
+    parity, zero = (_of_memory(SUITES[name]) for name in ("parity", "zero"))
+    assert parity and not [one for one in parity if "zero-3" in one]
+    assert zero and all("zero-3" in one for one in zero)
+    assert "deepspeed" in SUITES["zero"].needs and "deepspeed" not in SUITES["parity"].needs
+
+
+def _of_memory(suite: Suite) -> list[str]:
+    """The names of the suite's tests in test_memory.py, some of which run DeepSpeed."""
+    file = "tests/parity/test_memory.py"
+    assert file in suite.tests
+    chosen = [one for one in suite.tests if one == file or not one.startswith("tests/")]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *chosen]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [line for line in found.splitlines() if line.startswith(file)]
+
+
 def test_a_suite_for_more_gpus_than_there_are_is_left_out_with_both_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
