@@ -165,7 +165,7 @@ def model_path(base: BaseModelSettings) -> None:
             raise SetupError(
                 f"base model {base.name!r}: {folder} has no config.json; give a folder in Hugging Face format"
             )
-    elif base.path.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(base.path):
+    elif not _HUB_ID.fullmatch(base.path):
         raise SetupError(
             f"base model {base.name!r}: there is no folder {base.path!r}; give an existing folder, or a Hugging "
             "Face hub id such as Qwen/Qwen3-0.6B"
