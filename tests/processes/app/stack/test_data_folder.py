@@ -27,6 +27,15 @@ left = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, pass_fds=(f
 print(left.pid)
 """
 
+HOLD = """
+import os, sys
+from pathlib import Path
+from app.stack.data_folder import DataFolder
+folder = DataFolder(Path(sys.argv[1]))
+print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
 
 def test_a_secret_is_made_once_and_only_its_owner_can_read_it(tmp_path):
     with closing(DataFolder(tmp_path)) as folder:
@@ -36,8 +45,13 @@ def test_a_secret_is_made_once_and_only_its_owner_can_read_it(tmp_path):
 
 
 def test_a_second_stack_on_a_folder_is_refused_with_the_process_that_has_it(tmp_path):
-    with closing(DataFolder(tmp_path)), pytest.raises(SetupError, match=f"process {os.getpid()}.*--data-dir"):
-        DataFolder(tmp_path)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout
+        pid = holder.stdout.readline().strip()
+        with pytest.raises(SetupError, match=rf"\(process {pid}\).*--data-dir"):
+            DataFolder(tmp_path)
+        holder.communicate()
 
 
 def test_a_closed_folder_can_be_used_again(tmp_path):
