@@ -13,7 +13,7 @@ _PROGRAM = """
 import argparse, pathlib, sys
 from app.stack.redaction import hide_secrets
 hide_secrets(argparse.Namespace(redis=sys.argv[1], s3=None, api_key=None))
-print(pathlib.Path("/proc/self/cmdline").read_bytes().split(b"\\0")[3].decode())
+print(*pathlib.Path("/proc/self/cmdline").read_bytes().decode().split("\\0")[3:], sep="\\n", end="")
 """
 
 
@@ -35,3 +35,9 @@ def test_every_password_of_a_url_is_hidden_from_the_list_of_processes():
     url = "redis+sentinel://:one%20way@a:1,b:2/s?db=2&sentinel_username=me&sentinel_password=another%40"
     line = subprocess.check_output([sys.executable, "-c", _PROGRAM, url], text=True)
     assert line == "redis+sentinel://:xxxxxxxxx@a:1,b:2/s?db=2&sentinel_username=me&sentinel_password=xxxxxxxxxx\n"
+
+
+def test_a_password_is_hidden_wherever_it_is_in_the_command_line():
+    url = "redis://:secret@a:1/0"
+    line = subprocess.check_output([sys.executable, "-c", _PROGRAM, url, url], text=True)
+    assert line == "redis://:xxxxxx@a:1/0\n" * 2
