@@ -111,6 +111,13 @@ def test_the_end_of_a_run_has_its_cause(how, cause, records, client, news):
     assert news() == [f"run 8e7b807b:0 has ended after 0 steps: {cause}"]
 
 
+def test_a_run_without_a_record_was_deleted(records, client, news):
+    model_id = run(records, client)
+    news()
+    records.delete(Model.namespace, model_id)
+    assert news() == ["run 8e7b807b:0 has ended: it was deleted"]
+
+
 def test_a_run_that_goes_on_is_told_of_every_ten_seconds(records, client, news, monkeypatch):
     monkeypatch.setattr(run_news, "_PAUSE_S", 3600)
     model_id = run(records, client)
