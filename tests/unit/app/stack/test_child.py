@@ -74,6 +74,20 @@ def test_no_file_of_the_current_folder_shadows_a_module_of_a_child_or_of_what_th
     assert "'numpy' is a package and cannot be directly executed" in said
 
 
+def test_a_child_reads_nothing_from_the_terminal_of_the_stack(tmp_path):
+    terminal, keyboard = os.pipe()
+    own = os.dup(0)
+    os.dup2(terminal, 0)
+    try:
+        os.write(keyboard, b"typed")
+        os.close(keyboard)
+        assert said_by("-c", "import sys; print(repr(sys.stdin.read()))", folder=tmp_path) == ["''"]
+    finally:
+        os.dup2(own, 0)
+        os.close(own)
+        os.close(terminal)
+
+
 def test_a_child_is_no_rank_of_the_job_in_which_the_stack_runs(tmp_path, monkeypatch):
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     groups = ("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE")
