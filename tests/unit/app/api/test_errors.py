@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.unit.app.conftest import API, KEY, Api
@@ -66,3 +68,21 @@ def test_an_unexpected_error_is_described_in_the_log_and_not_to_the_client(
     assert answer.status_code == 500
     assert "inner detail" not in answer.text
     assert "inner detail" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("body", "detail"),
+    [
+        ([], "Invalid input type."),
+        ({"tags": 5}, "tags: Not a valid list. (got 5)"),
+        ({"tags": ["a", 5]}, "tags.1: Not a valid string. (got 5)"),
+        ({"sdk_version": {"a": 5}}, "sdk_version: Not a valid string."),
+        ({"tags": ["a" * 513]}, f"tags.0: Longer than maximum length 512. (got '{'a' * 79})"),
+    ],
+)
+def test_a_wrong_field_is_named_by_its_path_with_the_start_of_its_value(api: Api, body: Any, detail: str) -> None:
+    assert api.post("create_session", body).json["detail"] == detail
+
+
+def test_a_wrong_part_of_a_query_is_named(api: Api) -> None:
+    assert api.get("training_runs?limit=x").json["detail"] == "limit: Not a valid integer. (got 'x')"
