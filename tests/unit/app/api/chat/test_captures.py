@@ -22,7 +22,7 @@ from app.stores.objects.captures import ROOT, CaptureFiles
 from tests.pages import in_mid_hour
 from tests.unit.app.api.chat.openai.caller import OpenAi, whole
 from tests.unit.app.api.chat.standin import Standin
-from tests.unit.app.conftest import BASE, OTHER_KEY, Api
+from tests.unit.app.conftest import BASE, KEY, OTHER_KEY, Api
 from workers.maintenance.captures import ExpiredCaptures
 
 DAY_S = 86_400
@@ -186,6 +186,16 @@ def test_other_projects_neither_see_nor_delete_kept_answers(openai: OpenAi) -> N
         answer = openai.api.client.delete("/api/v1/captures", headers={"X-API-Key": caller.key})
         assert answer.json == {"deleted": deleted}
     assert captures(openai) == []
+
+
+@pytest.mark.usefixtures("capture_days")
+def test_a_deletion_takes_only_the_answers_of_the_run_that_it_names(openai: OpenAi) -> None:
+    openai.completion()
+    keep(openai, 2)
+    for run, deleted, left in ((RUN, 2, [BASE]), ("", 1, [])):
+        answer = openai.api.client.delete("/api/v1/captures", query_string={"run_id": run}, headers={"X-API-Key": KEY})
+        assert answer.json == {"deleted": deleted}
+        assert [kept["model"] for kept in captures(openai)] == left
 
 
 @pytest.mark.usefixtures("capture_days")
