@@ -162,6 +162,7 @@ ANTHROPIC_BAD: dict[str, tuple[dict[str, Any], str]] = {
     "another format": (block(PNG, "gif"), "source.media_type is 'image/gif'"),
     "no data": (source(type="base64", media_type="image/png"), "source.data must be a string"),
     "no source": ({"type": "image"}, "content.1.source must be an object"),
+    "less detail": ({**block(PNG), "detail": "low"}, "content.1.detail: a block of type image has no"),
     "an image that the template leaves out": (
         {"type": "tool_result", "tool_use_id": "a", "content": [block(PNG)]},
         "the messages hold 1 images, but the prompt has 0 placeholders",
@@ -182,9 +183,14 @@ def test_a_sampler_without_images_refuses_them(anthropic: Anthropic, path: str):
     assert "served without images" in refused(anthropic.post(path, messages=user(block(PNG))), anthropic.api)
 
 
-def test_a_family_with_another_processor_is_named(openai: OpenAi):
+@pytest.mark.parametrize(
+    ("more", "processor"),
+    [({"image_token_id": PAD_ID}, "Gemma3ImageProcessor"), ({}, "Qwen2VLImageProcessor")],
+    ids=["another processor", "no placeholder"],
+)
+def test_a_family_with_images_of_another_kind_is_named(openai: OpenAi, more: dict[str, int], processor: str):
     folder = Path(openai.api.services.settings.base_models[0].path)
-    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "image_token_id": PAD_ID}))
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Gemma3ImageProcessor"}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", **more}))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": processor}))
     message = refused(openai.post("chat/completions", messages=user(part(PNG))), openai.api)
     assert "family 'gemma3'" in message and "image chunks" in message
