@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from transformers import Qwen2VLImageProcessorPil
 
 from app.errors import Unavailable
 from app.services.base_models import BaseModels
-from app.services.openai.images import ImageTokensOf
+from app.services.openai.images import ImageTokensOf, read
 from app.stores.hub_cache import HubCache
 from tests import pictures
 from tests.hub_of_models import hub_of_models, use_hub
@@ -30,6 +31,15 @@ def test_a_hub_that_is_silent_is_asked_once_for_an_image_processor(tmp_path: Pat
             with pytest.raises(Unavailable, match=r"org/model from 127\.0\.0\.1 cannot be fetched"):
                 tokens_of("org/model")
         assert hub.asked == ["org/model"]
+
+
+def test_an_image_processor_has_the_values_that_its_file_leaves_out(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"image_token_id": 7}')
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
+    tokens = read(tmp_path)
+    for width, height in ((1, 1), (57, 56), (280, 420), (4000, 3000)):
+        patches = Qwen2VLImageProcessorPil().get_number_of_image_patches(height, width, {})
+        assert tokens.count(width, height) == patches // 4
 
 
 def test_an_image_processor_is_fetched_with_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
