@@ -12,6 +12,7 @@ import pytest
 
 from app.errors import BadRequest, Unavailable
 from app.services.base_models import BaseModels
+from app.services.openai.chat_templates import _SHORT_IDS
 from app.services.openai.tokenizer import BaseTokenizer, Tokenizers, read
 from app.stores.hub_cache import HubCache
 from tests.hub_of_models import hub_of_models, use_hub
@@ -50,6 +51,18 @@ def test_of_several_templates_the_one_for_tools_is_taken_with_tools(tmp_path: Pa
         "plain",
         "tools",
     ]
+
+
+def test_ids_of_calls_fit_the_template_that_is_taken(tmp_path: Path):
+    byte_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    ids = "{{ messages[0].tool_calls[0].id }}"
+    named = [{"name": "default", "template": ids}, {"name": "tool_use", "template": f"{ids}{{# {_SHORT_IDS} #}}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    tokenizer = read(tmp_path)
+    messages = [{"role": "assistant", "content": "", "tool_calls": [{"id": "call_0123456789"}]}]
+    assert tokenizer.chat_text(messages, []) == "call_0123456789"
+    assert len(tokenizer.chat_text(messages, [TOOL])) == 9
 
 
 NAMED = [{"name": "default", "template": "old plain"}, {"name": "tool_use", "template": "old tools"}]
