@@ -71,6 +71,11 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     },
     "required": ("chat/completions", {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
     "an image": ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+    "a part of another type": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "x" * 41}]}]},
+        f"messages.0.content.1 is of type '{'x' * 40}'; only text and image_url are supported",
+    ),
     "a role": ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, "role"),
     "half a surrogate pair": ("completions", {"prompt": "\ud800"}, "surrogate"),
     "half of one in a chat": ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
