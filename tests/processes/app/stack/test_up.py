@@ -342,6 +342,19 @@ def test_a_worker_that_serves_is_known_to_have_been_ready(tmp_path, model, monke
     assert noted == {"trainer-0"}
 
 
+def test_a_server_that_answers_is_known_to_have_been_ready(tmp_path):
+    """Its later deaths do not end a stack whose workers still load their models."""
+    noted = []
+
+    class Starting(ServedAtOnce):
+        def note_ready(self, names):
+            noted.append(names)
+
+    servers = (Command("valkey", ()), Command("broker", ()))
+    assert up._start_servers(Starting(), Plan(Settings(), tmp_path, servers))
+    assert noted == [{"valkey", "broker"}]
+
+
 def test_a_stack_goes_on_when_nobody_reads_its_output(tmp_path, model, monkeypatch):
     monkeypatch.setattr(up, "Supervisor", ServedAtOnce)
     reader, writer = os.pipe()
