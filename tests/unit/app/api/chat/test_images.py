@@ -32,6 +32,7 @@ def template() -> str:
         "{% for message in messages %}[{{ message.role }}]{% if message.content is string %}{{ message.content }}"
         "{% else %}{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}"
         f"{{% elif message.role != 'tool' %}}{START}{PAD}{END}{{% endif %}}{{% endfor %}}{{% endif %}}{{% endfor %}}"
+        "{% if opens %}<think>{% else %}{# </think> #}{% endif %}"
     )
 
 
@@ -101,6 +102,12 @@ def test_images_of_openais_clients_reach_the_sampler_at_their_places(openai: Ope
     answer = openai.chat(messages=user(text("a"), part(PNG), text("b"), text("c"), part(JPEG, "jpeg", detail="auto")))
     assert answer["choices"][0]["message"]["content"] == "yes"
     assert answer["usage"]["prompt_tokens"] == check_seen(openai.standin)
+
+
+def test_thoughts_that_the_prompt_begins_are_no_part_of_an_answer_about_an_image(openai: OpenAi):
+    openai.standin.says("hm</think>yes")
+    (choice,) = openai.chat(messages=user(part(PNG)), chat_template_kwargs={"opens": True})["choices"]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("hm", "yes")
 
 
 def test_images_of_anthropics_clients_do_too_and_are_counted(anthropic: Anthropic):
