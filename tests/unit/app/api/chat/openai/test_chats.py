@@ -50,6 +50,7 @@ def test_a_chats_tokens_are_scored_with_their_bytes(openai: OpenAi):
     assert [top["bytes"] for top in content[0]["top_logprobs"]] == [
         list(openai.standin.tokenizer.token(token).encode()) for token in (64, 65)
     ]
+    assert [request.sample_top for request in openai.standin.seen] == [2]
 
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"town": "Ulm"}}</tool_call>'
