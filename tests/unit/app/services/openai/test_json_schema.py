@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -143,6 +144,32 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "too large": ({"const": "a" * MAX_BYTES}, f"at most {MAX_BYTES}"),
 }
+
+
+OF_ANOTHER_KIND: dict[str, tuple[str, Any]] = {
+    "properties": ("object", []),
+    "required": ("object", [1]),
+    "additionalProperties": ("object", "no"),
+    "items": ("array", []),
+    "prefixItems": ("array", {}),
+    "maxItems": ("array", 1.5),
+    "enum": ("string", "a"),
+    "format": ("string", "phone"),
+    "minimum": ("number", "1"),
+    "maximum": ("number", True),
+    "exclusiveMinimum": ("number", None),
+    "exclusiveMaximum": ("number", [1]),
+    "$schema": ("number", 1),
+    "title": ("number", 1),
+    "description": ("number", None),
+}
+
+
+@pytest.mark.parametrize("keyword", OF_ANOTHER_KIND)
+def test_a_value_that_a_keyword_does_not_take_is_a_bad_request(keyword: str):
+    kind, value = OF_ANOTHER_KIND[keyword]
+    with pytest.raises(BadRequest, match=rf"schema\.{re.escape(keyword)} has a value"):
+        checked_schema({"type": kind, keyword: value}, "schema")
 
 
 @pytest.mark.parametrize("case", GOOD)
