@@ -59,6 +59,14 @@ def test_while_the_disk_is_not_mounted_nothing_is_said_to_be_missing(tmp_path: P
         store.read("a/missing")
 
 
+def test_what_lies_below_an_object_is_missing(tmp_path: Path):
+    store = FolderStore(tmp_path, "secret", "http://x")
+    store.put_new("a/key", b"content")
+    for call in (lambda: store.read("a/key/below"), lambda: store.get("a/key/below", tmp_path / "target")):
+        with pytest.raises(NotFound):
+            call()
+
+
 def test_what_a_file_server_hides_in_each_folder_is_no_object(tmp_path: Path):
     """Such as its snapshots."""
     store, hidden = FolderStore(tmp_path / "objects", "secret", "http://x"), tmp_path / "objects" / "a" / ".snapshot"
