@@ -19,6 +19,7 @@ from app.domain import losses, ops
 from app.domain.losses import CustomLoss
 from app.errors import BadRequest
 from app.wire import custom_loss
+from app.wire.custom_loss import MAX_NODES
 from tests.custom_losses import DPO_RANKS, SDFT_RANKS, body, dpo, parsed, sdft
 
 Graph = dict[str, Any]
@@ -162,6 +163,11 @@ BAD_GRAPHS: dict[str, tuple[Graph, str]] = {
     "format": (graph() | {"format": 2}, "format 2"),
     "no nodes": ({"format": 1, "nodes": []}, "nodes must be a list"),
     "nodes an object": ({"format": 1, "nodes": {}}, "nodes must be a list"),
+    "no text": (graph(output={"op": "output"}), r"nodes\[2\] must have the texts op, name and target"),
+    "too many nodes": (
+        {"format": 1, "nodes": [{}] * (MAX_NODES + 1)},
+        f"of 2 to {MAX_NODES} nodes .got {MAX_NODES + 1}",
+    ),
     "no output": (graph(output=node("a", "torch.exp", {"ref": "loss"})), "last node must be the output"),
     "returns nothing": (returning(), "tuple \\(loss, metrics\\)"),
     "returns the loss alone": (returning({"ref": "loss"}), "tuple \\(loss, metrics\\)"),
