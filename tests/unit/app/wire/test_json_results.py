@@ -33,6 +33,14 @@ def test_every_datum_has_its_logprobs_bit_for_bit_in_order_and_shape() -> None:
     assert found == [array.tobytes() for array in arrays]
 
 
+def test_a_datum_without_targets_has_no_values() -> None:
+    """top_logprobs targets may have a shape of [N, 0]."""
+    arrays = [np.zeros((2, 0), np.float32), np.zeros((0, 0), np.float32)]
+    read = forward_backward(ForwardBackwardOutput(Ragged.of(arrays, np.float32), {}))
+    empty = {"logprobs": {"data": [], "dtype": "float32", "shape": [0, 0]}}
+    assert read["loss_fn_outputs"] == [empty, empty]
+
+
 def test_a_metric_that_is_not_finite_is_left_out_because_json_has_no_such_number() -> None:
     metrics = {"ratio:max": 0.0, "ratio:min": float("inf"), "kl:sum": float("nan")}
     read = forward_backward(ForwardBackwardOutput(Ragged.of([np.zeros(1)], np.float32), metrics))
