@@ -145,6 +145,15 @@ def test_a_json_body_is_the_same_op_to_the_digest() -> None:
     assert ops.digest(ops.encode(ours)) == ops.digest(ops.encode(theirs))
 
 
+def test_an_empty_list_of_integers_in_json_is_one_of_integers() -> None:
+    tensor = {"data": [], "dtype": "int64", "shape": [0, 2]}
+    item = {"model_input": {"chunks": []}, "loss_fn_inputs": {"target_tokens": tensor}}
+    content = {"data": [item], "loss_fn": "cross_entropy"}
+    envelope = json_bodies.open_envelope({"model_id": "s:train:0", "seq_id": 7, "forward_backward_input": content})
+    targets = envelope.decode(no_losses).batch.inputs["target_tokens"]
+    assert (targets.values.dtype, targets.shapes) == (np.int64, ((0, 2),))
+
+
 def csr(values: list[int], starts: list[int], columns: list[int], shape: list[int]) -> pb.Tensor:
     raw = [np.array(part, "<i8").tobytes() for part in (values, starts, columns)]
     sparse = pb.SparseCsr(values=raw[0], crow_indices=raw[1], col_indices=raw[2])
