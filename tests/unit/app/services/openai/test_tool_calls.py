@@ -92,6 +92,11 @@ def test_llamas_call_begins_an_answer_without_a_tag(size: int):
     assert read(SAYS, f"so: {LLAMA}", size) == (f"so: {LLAMA}", "", [])
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+def test_llamas_call_may_begin_a_line_behind_its_tag(size: int):
+    assert read(SAYS, f"<|python_tag|>\n{LLAMA}", size) == ("", "", [("weather", ARGUMENTS)])
+
+
 @pytest.mark.parametrize("answer", ['{"name": "Ulm", "parameters": {}}', '{"town": "Ulm"}', '{"name": 5}', "{}"])
 def test_an_answer_in_json_is_no_call_of_llama(answer: str):
     assert read(SAYS, answer, 1) == ("", answer, [])
