@@ -50,6 +50,13 @@ def test_similar_lengths_share_a_micro_batch(packed: bool) -> None:
     assert [batch.lengths for batch in cut([[3, 30, 4, 29]], 60, packed=packed)] == [[30, 29], [4, 3]]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_datums_that_just_fit_share_each_micro_batch_and_block(packed: bool) -> None:
+    batches = cut([[32, 32, 32, 32]], 64, packed=packed)
+    assert [batch.lengths for batch in batches] == [[32, 32], [32, 32]]
+    assert [block.lengths for _, block in cut([[8] * 8], 64, packed=packed)[0].blocks(32)] == [[8] * 4, [8] * 4]
+
+
 def test_a_block_pads_with_zeros_and_knows_where_each_element_came_from() -> None:
     column = Column(Ragged.of([np.array([[1, 2], [3, 4]]), np.array([5, 6, 7])], np.int64))
     block = column.block(np.array([1, 0]), 4)
