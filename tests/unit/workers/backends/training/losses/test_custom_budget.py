@@ -40,6 +40,7 @@ BOMBS: dict[str, list[dict[str, Any]]] = {
     "new_zeros": [node("a", "new_zeros", L, {"tuple": [HUGE]}, method=True)],
     "expand": [node("u", "unsqueeze", L, 0, method=True), node("a", "expand", {"ref": "u"}, HUGE, 4, method=True)],
     "repeat": [node("a", "repeat", L, HUGE, method=True)],
+    "repeat of a scalar": [node("s", "torch.sum", L), node("a", "repeat", {"ref": "s"}, HUGE, method=True)],
     "tile": [node("a", "torch.tile", L, {"tuple": [HUGE]})],
     "broadcast_to": [node("a", "torch.broadcast_to", L, {"tuple": [HUGE, 4]})],
     "one_hot": [node("a", "torch._C._nn.one_hot", X, HUGE)],
@@ -214,3 +215,15 @@ def test_memory_is_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert evaluated(graph(node("a", "torch.ones", {"tuple": [10_000]}), ALONE | {"name": "c"}), 1).isfinite().all()
     with pytest.raises(UserOpError, match=r"node b \(double\): LimitReached: .* bytes"):
         run(loss, INPUTS).differentiate(0, LOGPROBS)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("bool", 85_000), ("int32", 115_000)])
+def test_a_scalar_of_another_kind_widens_a_result(monkeypatch: pytest.MonkeyPatch, dtype: str, limit: int) -> None:
+    calls = [
+        node("n", "torch.ones", {"tuple": [10_000]}) | {"kwargs": {"dtype": {"dtype": dtype}}},
+        node("s", "torch.ones", {"tuple": []}) | {"kwargs": {"dtype": {"dtype": "float64"}}},
+        node("b", "operator.mul", {"ref": "n"}, {"ref": "s"}),
+    ]
+    monkeypatch.setattr("workers.backends.training.losses.custom_budget.MAX_BYTES", limit)
+    with pytest.raises(UserOpError, match=r"node b \(operator.mul\): LimitReached: .* bytes"):
+        run(graph(*calls), INPUTS).differentiate(0, LOGPROBS)
