@@ -102,7 +102,7 @@ class Budget(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = list(_tensors((*args, *given.values())))
         if func.is_view:  # allocates nothing, so it may run before it is counted
             out = func(*args, **given)
-            self._spend(sum(prod(part.shape) * self._width(part) for part in _tensors((out,))), CALL_WORK)
+            self._spend(sum(part.numel() * self._width(part) for part in _tensors((out,))), CALL_WORK)
             return out
         if self._measured and any(tensor.is_complex() for tensor in inputs):
             raise TypeError("complex tensors are not allowed")
@@ -208,5 +208,4 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def _elements(tensors: Sequence[Tensor] | Iterator[Tensor]) -> int:
-    """Counts elements exactly, where numel() of an expanded tensor may overflow."""
-    return sum(prod(tensor.shape) for tensor in tensors)
+    return sum(tensor.numel() for tensor in tensors)
