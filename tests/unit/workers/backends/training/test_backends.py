@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,18 @@ def test_deepspeed_computes_in_fp32_what_transformers_keeps_in_it(tmp_path: Path
         )
     assert found[0] == found[1]
     assert {dtype for dtype, _ in found[1].values()} == {torch.float32, torch.bfloat16}
+
+
+def test_deepspeed_logs_nothing_below_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It would list every setting and buffer."""
+    logger, trainer = logging.getLogger("DeepSpeed"), {"backend": "deepspeed", "zero_stage": 1}
+    base = architectures.build("llama", tmp_path)
+    logger.addHandler(caplog.handler)
+    try:
+        backends.create(BaseModelSettings(name="t", path=str(base), trainer=trainer)).open()
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert [one for one in caplog.records if one.name == logger.name and one.levelno < logging.WARNING] == []
 
 
 @pytest.mark.parametrize(
