@@ -140,13 +140,13 @@ def test_gradients_add_up_until_the_step(backend: Trainer, create: Callable[...,
     assert backend.gradients(two) == {}
 
 
-def test_one_pass_over_two_adapters_equals_each_alone(backend: Trainer, create: Callable[..., str]) -> None:
-    specs = (SPEC, LoraSpec(rank=8, seed=2, train_mlp=False))
-    ops = (GOOD, OTHER)
+def test_one_pass_over_several_adapters_equals_each_alone(backend: Trainer, create: Callable[..., str]) -> None:
+    specs = (SPEC, LoraSpec(rank=8, seed=2, train_mlp=False), LoraSpec(rank=2, seed=3))
+    ops = (GOOD, OTHER, ForwardBackward(batch(supervised(3, (14, 6), width=3)), "cross_entropy"))
     alone, shared = [create(spec) for spec in specs], [create(spec) for spec in specs]
     wanted = [apply(backend, model, op) for model, op in zip(alone, ops, strict=True)]
     found = backend.apply(dict(zip(shared, ops, strict=True)))
-    for i in range(2):
+    for i in range(len(ops)):
         assert relative_error(backend.gradients(shared[i]), backend.gradients(alone[i])) < 1e-5
         np.testing.assert_allclose(found[shared[i]].logprobs.values, wanted[i].logprobs.values, rtol=0, atol=1e-5)
         assert found[shared[i]].metrics == pytest.approx(wanted[i].metrics, rel=1e-5)
