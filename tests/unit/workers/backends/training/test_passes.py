@@ -89,6 +89,7 @@ def test_logprobs_and_all_gradients_equal_log_softmax(
     targets, seed = torch.randint(0, VOCAB, (ROWS, width)), torch.randn(ROWS, width)
     targets[:, -1] = targets[:, 0]  # the same token twice
     seed[torch.randperm(ROWS)[:zeros]] = 0
+    seed[0, 0], seed[0, 1:] = 1.0, 0.0  # a token of which one target alone has a gradient
     seed[-1, 0] = -seed[-1, 1:].sum() if width > 1 else 1.0  # a row whose gradients cancel
     segments = [(adapter(1, 4), 10), (Adapter(LoraSpec(1), {}), 5), (adapter(2, 2), ROWS - 15)]
     with torch.no_grad():
