@@ -39,7 +39,7 @@ from tests.unit.workers.train.saves import (
     saved_files,
     store,
 )
-from tests.unit.workers.train.test_scheduler import infinite_ratio
+from tests.unit.workers.train.test_scheduler import MERGED, infinite_ratio
 from workers.train import committer, scheduler
 
 __all__ = ["dispatch", "store"]  # the fixtures
@@ -238,6 +238,22 @@ def test_what_fails_ahead_dooms_what_waits_as_it_would_have(world: World, store:
     results = [world.oplog.outcome(f"{MODEL}:{seq}") for seq in range(2, 7)]
     assert [bool(result and result.failed) for result in results] == [True, True, True, False, False]
     assert logprob_bytes(probe(worker, world, 7)) == undisturbed(world, [0])
+
+
+def test_what_may_not_run_ahead_shares_no_pass_of_another_model(world: World, store: GatedStore, dispatch: Dispatch):
+    worker = world.worker("a/1", store=store, merged_tokens=MERGED)
+    worker.handle(0, "create_model")
+    add_model(world, OTHER)
+    worker.runner.handle(f"{OTHER}:0", OTHER, "create_model")
+    admit(world, SAVE, infinite_ratio(), step(1)[0])
+    ran = Ran(worker)
+    dispatched = dispatch(worker, 1)
+    await_true(lambda: MODEL in ran.kinds, "the first ran ahead")
+    admit(world, step(0)[0], model_id=OTHER)
+    await_true(lambda: applied(world, OTHER) == 1, "the other model goes on")
+    assert ran.kinds[MODEL] == ["forward_backward"], "nothing runs behind a failure whose commit has to come first"
+    store.open.set()
+    assert dispatched.result() is not None
 
 
 @pytest.mark.parametrize("kind", ["load_weights", "save_weights"])
