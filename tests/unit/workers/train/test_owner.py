@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from app.domain.results import Result
 from app.stores.redis import keys
+from app.stores.redis.types import Lease, OwnedElsewhere
 from tests.unit.workers.conftest import MODEL, Worker, World, add_model, logprob_bytes, probe, step, undisturbed
+from workers.train import owner
 
 SECOND, THIRD = "session:train:1", "session:train:2"
 
@@ -80,3 +84,23 @@ def test_a_model_whose_lease_was_not_kept_is_leased_again_before_it_runs_on(worl
     worker.handle(1)
     assert world.client.get(keys.lease(MODEL)) == b"a/1"
     assert worker.parts.keeper.holds(MODEL)
+
+
+def test_a_lease_counts_from_before_it_was_asked_for(world: World, monkeypatch: pytest.MonkeyPatch):
+    worker = world.worker("a/1")
+    now, asked = [1000.0], list[float]()
+    acquire, add = world.oplog.acquire, worker.parts.keeper.add
+
+    def slow(model_id: str, name: str) -> Lease | OwnedElsewhere:
+        now[0] += 60
+        return acquire(model_id, name)
+
+    def noted(id_: str, at: float) -> None:
+        asked.append(at)
+        add(id_, at)
+
+    monkeypatch.setattr(owner, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(world.oplog, "acquire", slow)
+    monkeypatch.setattr(worker.parts.keeper, "add", noted)
+    worker.owner.own(MODEL)
+    assert asked == [1000.0]
