@@ -142,7 +142,8 @@ def test_gradients_add_up_until_the_step(backend: Trainer, create: Callable[...,
 
 def test_one_pass_over_several_adapters_equals_each_alone(backend: Trainer, create: Callable[..., str]) -> None:
     specs = (SPEC, LoraSpec(rank=8, seed=2, train_mlp=False), LoraSpec(rank=2, seed=3))
-    ops = (GOOD, OTHER, ForwardBackward(batch(supervised(3, (14, 6), width=3)), "cross_entropy"))
+    wide = batch(supervised(3, (14, 6), width=3))
+    ops = (GOOD, OTHER, ForwardBackward(wide, "cross_entropy", {"entropy": 1.0}))
     alone, shared = [create(spec) for spec in specs], [create(spec) for spec in specs]
     wanted = [apply(backend, model, op) for model, op in zip(alone, ops, strict=True)]
     found = backend.apply(dict(zip(shared, ops, strict=True)))
