@@ -17,7 +17,19 @@ from app.domain.results import Result
 from app.errors import Requeue
 from app.stores.redis import keys
 from app.stores.redis.types import Entry, Lease
-from tests.unit.workers.conftest import HOUR_S, LORA, MODEL, PROBE, Worker, World, add_model, batch, logprob_bytes, step
+from tests.unit.workers.conftest import (
+    BASE,
+    HOUR_S,
+    LORA,
+    MODEL,
+    PROBE,
+    Worker,
+    World,
+    add_model,
+    batch,
+    logprob_bytes,
+    step,
+)
 from workers.backends.training.base import Create
 from workers.train import scheduler
 
@@ -339,3 +351,13 @@ def infinite_ratio() -> Op:
         "advantages": Ragged.of([np.ones(shape) for shape in targets.shapes], np.float32),
     }
     return ForwardBackward(Batch(tokens, inputs), "importance_sampling")
+
+
+def test_a_model_without_an_owner_joins_no_pass(world: World, merging: Worker):
+    for model_id in (A, B):
+        admit(world, model_id, 1, gradient(1))
+    merging.owner.discard(B)
+    assert [head.model_id for head in world.oplog.unowned(f"train.{BASE}")] == [B]
+    recorder = PassRecorder(merging)
+    handle(merging, A, 1)
+    assert recorder.passes == [{A}]
