@@ -17,6 +17,7 @@ from gunicorn import glogging
 
 from app import malloc
 from app.gunicorn_worker import ARRIVING, IDLE_A_THREAD
+from app.server.shared_listener import COUNTS
 from app.settings import from_environment, netloc
 from app.suspension import SUSPENDED_A_THREAD
 
@@ -74,7 +75,8 @@ def worker_exit(server: Any, worker: Any) -> None:
 
 
 def child_exit(server: Any, worker: Any) -> None:
-    """Stops counting the held polls of a process that has ended; its counters stay."""
+    """Stops counting the connections and held polls of a process that has ended; its counters stay."""
+    COUNTS.remove(worker.age)
     if folder := os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
         from prometheus_client import multiprocess
 

@@ -24,9 +24,10 @@ from functools import partial
 from typing import Any
 
 from gunicorn.http.unreader import SocketUnreader
-from gunicorn.workers.gthread import TConn, ThreadWorker
+from gunicorn.workers.gthread import TConn
 
 from app.errors import RequestTimeout
+from app.server.shared_listener import SharedListener
 from app.suspension import SUSPENSION, Ends, Suspension
 from app.thread_pool import WAITS_S, Sender, Sends, ThreadPool
 
@@ -157,7 +158,7 @@ class _IsSuspended(Exception):
     """Ends a call of the application that suspended its request."""
 
 
-class Worker(ThreadWorker):  # type: ignore[misc]
+class Worker(SharedListener):
     """The worker. All methods but `handle` and what it calls run in the event loop's thread."""
 
     wsgi: Application
@@ -184,14 +185,6 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def get_thread_pool(self) -> ThreadPool:
         return ThreadPool(self.cfg.threads)
-
-    def set_accept_enabled(self, enabled: bool) -> None:
-        """A stopping worker refuses new connections: open, the listener would take requests for the seconds that the
-        others need, and reset them at the end. A client cannot know whether a call that was reset has begun."""
-        super().set_accept_enabled(enabled)
-        if not self.alive:
-            for listener in self.sockets:
-                listener.close()
 
     def enqueue_req(self, conn: TConn) -> None:
         """Waits for the next request of a new connection, or of an idle one that became readable. Most requests are

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from app.domain.records import Model
@@ -130,6 +131,34 @@ def test_metrics_are_the_sum_of_all_processes_whichever_answers(api: ApiServer):
 def resident(pid: int) -> int:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_process_with_fewer_connections_gets_the_new_ones(api: ApiServer):
+    first, second = children(api)
+    with contextlib.ExitStack() as stack:
+        with only(api, first):
+            for _ in range(32):
+                connect(api, stack)
+        for _ in range(32):
+            connect(api, stack)
+        assert connections(api)[second] >= 24, connections(api)
+
+
+def connect(api: ApiServer, stack: contextlib.ExitStack) -> None:
+    """Opens a connection, which has one answer and stays open."""
+    client = http.client.HTTPConnection("127.0.0.1", api.port, timeout=60)
+    stack.enter_context(contextlib.closing(client))
+    client.request("GET", "/api/v1/healthz")
+    client.getresponse().read()
+
+
+def connections(api: ApiServer) -> dict[int, int]:
+    """The connections that clients have with each process."""
+    opened = {pid: psutil.Process(pid).net_connections() for pid in children(api)}
+    return {
+        pid: sum(each.status == "ESTABLISHED" and each.laddr.port == api.port for each in found)
+        for pid, found in opened.items()
+    }
 
 
 def test_a_process_that_dies_is_replaced_and_its_polls_are_counted_no_more(api: ApiServer):
