@@ -1,1 +1,1 @@
-"""The HTTP server of `tinsmith up`: gunicorn, with modules of the installation alone."""
+"""The HTTP server: gunicorn's start in `tinsmith up`, and the listener that API processes share."""
