@@ -36,7 +36,7 @@ class StartErrorHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         path = os.environ.get(_FILE_VARIABLE)
         if path and record.exc_info and record.getMessage().endswith("failed to start."):
-            with suppress(FileExistsError), Path(path).open("x") as file:
+            with suppress(OSError), Path(path).open("x") as file:  # it is there, or the sampler has given up
                 file.write(str(record.exc_info[1]))
 
 
