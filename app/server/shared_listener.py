@@ -14,6 +14,8 @@ from gunicorn.workers.gthread import ThreadWorker
 
 _LEFT_S = 0.001
 """Time for which a worker leaves a connection to the others. One that waits for events takes it much sooner."""
+_TAKEN = 8
+"""Most connections that a worker takes after each such time. Many may wait while another process hangs."""
 _SLOTS = 256
 
 
@@ -40,7 +42,7 @@ COUNTS = ConnectionCounts()
 
 
 class SharedListener(ThreadWorker):  # type: ignore[misc]
-    """Leaves a new connection to workers with fewer of them for a moment, and takes it if none of them did."""
+    """Leaves a new connection to workers with clearly fewer of them for a moment, and takes it if none of them did."""
 
     _left_until = 0.0
 
@@ -53,26 +55,30 @@ class SharedListener(ThreadWorker):  # type: ignore[misc]
         super().set_accept_enabled(False)
 
     def set_accept_enabled(self, enabled: bool) -> None:
-        """gunicorn calls it before each wait for events, and at the stop.
+        """gunicorn calls it with True before each wait for events in which it finds accepting turned off.
 
         A stopping worker refuses new connections: open, the listener would take requests for the seconds that the
         others need, and reset them at the end. A client cannot know whether a call that was reset has begun.
         """
+        if enabled and time.monotonic() < self._left_until:
+            return
+        super().set_accept_enabled(enabled)
+        was_left, self._left_until = bool(self._left_until), 0.0
+        if enabled and was_left:
+            self._take_left()
         if not self.alive:
             COUNTS.remove(self.age)
-            super().set_accept_enabled(False)
             for listener in self.sockets:
                 listener.close()
-        elif not enabled or time.monotonic() >= self._left_until:
-            super().set_accept_enabled(enabled)
-            if enabled and self._left_until:
-                self._left_until = 0.0
-                for listener in self.sockets:
-                    super().accept(listener)
+
+    def _take_left(self) -> None:
+        for listener in self.sockets:
+            for _ in range(_TAKEN):
+                super().accept(listener)
 
     def wait_for_and_dispatch_events(self, timeout: float) -> None:
         if self.alive:
             COUNTS.put(self.age, self.nr_conns)
-            if self._left_until and self.nr_conns < self.worker_connections:
-                timeout = min(timeout, max(0.0, self._left_until - time.monotonic()))
+        if self._left_until and self.nr_conns < self.worker_connections:
+            timeout = min(timeout, max(0.0, self._left_until - time.monotonic()))
         super().wait_for_and_dispatch_events(timeout)

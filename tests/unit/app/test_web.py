@@ -19,6 +19,7 @@ from app import create_app
 from app.api.base import EXTENSION
 from app.errors import SetupError
 from app.gunicorn_worker import ARRIVING, Worker
+from app.server.shared_listener import COUNTS
 from app.settings import SETTINGS_VARIABLE, RedisSettings, Settings, from_environment, load
 
 
@@ -108,3 +109,16 @@ def test_settings_that_would_have_no_effect_are_refused(config: Path) -> None:
     config.write_text(f'capture_secret = "short"\n{config.read_text()}')
     with pytest.raises(SetupError, match="capture_secret has 5 characters"):
         create_app(load(config))
+
+
+def test_the_connections_of_a_process_that_has_ended_count_no_more(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the others would leave new ones to it for ever."""
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(config))
+    child_exit = runpy.run_module("app.gunicorn_conf")["child_exit"]
+    COUNTS.put(1, 5)
+    COUNTS.put(2, 9)
+    child_exit(None, SimpleNamespace(age=1, pid=1))
+    assert COUNTS.least() == 9
+    COUNTS.remove(2)

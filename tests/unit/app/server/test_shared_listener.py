@@ -7,6 +7,7 @@ import os
 import selectors
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,6 +17,9 @@ from app.server import shared_listener
 from app.server.shared_listener import ConnectionCounts, SharedListener
 
 ME, OTHER = 1, 2
+
+
+CASES = [(1, 0, True), (2, 0, False), (10, 8, True), (11, 8, False), (91, 80, True), (92, 80, False)]
 
 
 class Worker(SharedListener):
@@ -68,7 +72,7 @@ def worker(counts: ConnectionCounts, listener: socket.socket, clock: list[float]
         conn.close()
 
 
-@pytest.mark.parametrize(("mine", "others", "takes"), [(1, 0, True), (2, 0, False), (10, 8, True), (91, 80, True)])
+@pytest.mark.parametrize(("mine", "others", "takes"), CASES)
 def test_a_worker_with_clearly_more_connections_than_another_leaves_a_new_one_to_it(
     worker: Worker, counts: ConnectionCounts, listener: socket.socket, mine: int, others: int, takes: bool
 ) -> None:
@@ -96,6 +100,33 @@ def test_one_that_nobody_takes_is_taken_a_moment_later(
     assert worker.waited[1:] == [1.0]
 
 
+def test_many_that_nobody_takes_are_taken_some_at_a_time(
+    worker: Worker, counts: ConnectionCounts, listener: socket.socket, clock: list[float]
+) -> None:
+    """A process that hangs takes none."""
+    worker.nr_conns = 9
+    counts.put(OTHER, 0)
+    with ExitStack() as stack:
+        for _ in range(9):
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+        for taken in (shared_listener._TAKEN, 10):
+            worker.accept(listener)
+            clock[0] += shared_listener._LEFT_S
+            worker.set_accept_enabled(True)
+            assert len(worker.taken) == taken
+
+
+def test_a_worker_whose_arbiter_has_died_ends_its_wait_for_others(
+    worker: Worker, counts: ConnectionCounts, listener: socket.socket
+) -> None:
+    worker.nr_conns = 9
+    counts.put(OTHER, 0)
+    worker.accept(listener)
+    worker.set_accept_enabled(False)
+    worker.wait_for_and_dispatch_events(1.0)
+    assert worker.waited == [1.0]
+
+
 def test_one_that_another_has_taken_is_no_fault_and_the_next_is_left_again(
     worker: Worker, counts: ConnectionCounts, listener: socket.socket, clock: list[float]
 ) -> None:
@@ -117,7 +148,6 @@ def test_a_full_worker_that_left_a_connection_waits_without_a_spin(
     counts.put(OTHER, 0)
     worker.accept(listener)
     clock[0] += 1.0
-    worker.set_accept_enabled(False)
     worker.wait_for_and_dispatch_events(1.0)
     assert worker.waited == [1.0]
 
