@@ -98,8 +98,9 @@ def run_sampler() -> None:
         base = _base_model(settings.from_environment(), arguments.base)
         if arguments.full:
             base = base.for_full_sampler()
-        keep_to_quota()
         bind_gpus(_gpus("full_sampler" if arguments.full else "sampler", base.sampler, arguments.copy))
+        if base.sampler.backend != "vllm" and not gpu_start_locks.visible(os.environ):
+            keep_to_quota()  # vLLM, which is the choice on a GPU, divides its threads itself
         concurrency = str(base.sampler.concurrency)
         queue = sample_queue(base.name, full=arguments.full)
         run_worker(queue, arguments.name, ["-P", "threads", "-c", concurrency])

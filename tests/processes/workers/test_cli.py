@@ -194,7 +194,20 @@ def test_threads_of_a_loop_do_not_spin_for_long_unless_the_user_wants_it(kind: s
 def test_a_worker_of_one_process_has_the_threads_of_its_cpu_quota(
     kind: str, environ: dict[str, str], threads: str | None, tmp_path: Path
 ) -> None:
-    assert worker(tmp_path, ["-c", LIMITED.format(kind=kind)], "", **environ).strip() == f"{threads} False"
+    assert limited(kind, tmp_path, "", **environ) == f"{threads} False"
+
+
+def test_vllm_divides_its_threads_itself(tmp_path: Path) -> None:
+    """It takes the variable for the operator's wish, and then all of its ranks have as many threads."""
+    assert limited("sampler", tmp_path, 'sampler.backend = "vllm"', QUOTA="4") == "None False"
+    gpus = "from workers.process import gpu_start_locks; gpu_start_locks.visible = lambda _: ['0000:01:00.0']"
+    assert limited("sampler", tmp_path, "", gpus, QUOTA="4") == "None False"
+
+
+def limited(kind: str, folder: Path, toml: str, first: str = "", **environ: str) -> str:
+    """What LIMITED prints, after the statement `first`."""
+    code = f"{first}\n{LIMITED.format(kind=kind)}"
+    return worker(folder, ["-c", code], toml, CUDA_VISIBLE_DEVICES="", **environ).strip()
 
 
 def test_flower_starts_without_the_libraries_that_compute() -> None:
