@@ -76,7 +76,8 @@ def check_cache(hub_id: str) -> None:
 
 def cache_variable() -> str:
     """The environment variable that decides where the hub's cache is."""
-    return "HF_HUB_CACHE" if os.environ.get("HF_HUB_CACHE") else "HF_HOME"
+    is_set = any(name in os.environ for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"))
+    return "HF_HUB_CACHE" if is_set else "HF_HOME"
 
 
 def _cached(hub_id: str) -> Path | None:
