@@ -41,7 +41,7 @@ class EngineThread:
         try:
             with explained(engine_args["model"]):
                 self.engine = self._wait(_start(engine_args))
-            _report_steps(self.engine, self._stall_detector.progress)
+                _report_steps(self.engine, self._stall_detector.progress)
         except Exception:
             self._end_loop()
             raise
@@ -167,7 +167,8 @@ def set_environment(settings: BaseModelSettings) -> None:
     """Sets the environment that vLLM's processes inherit. Variables that the operator set stay."""
     os.environ[SAMPLER_PID_VARIABLE] = str(os.getpid())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    # vLLM's own logging config, except for one logger: a dying engine would log its requests, stop strings included.
+    # vLLM's own logging config, with a handler for errors of a start, and without one logger: a dying engine would log
+    # its requests, stop strings included.
     os.environ.setdefault("VLLM_LOGGING_CONFIG_PATH", str(Path(__file__).with_name("vllm_logging.json")))
     # A forked child of a process with threads can hang.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

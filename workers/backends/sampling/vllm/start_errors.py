@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -19,12 +20,8 @@ from pydantic import ValidationError
 from app.errors import SetupError, UnservableModel
 
 _FILE_VARIABLE = "TINSMITH_VLLM_START_ERROR"
-# vLLM's names for our settings, as its messages spell them.
-_SETTINGS = {
-    r"(--)?gpu[_ -]memory[_ -]utilization": "memory_share",
-    r"(--)?max[_-]model[_-]len\b": "max_context",
-    r"(--)?max[_-]num[_-]seqs": "max_batch",
-}
+_SETTINGS = {"gpu_memory_utilization": "memory_share", "max_model_len": "max_context", "max_num_seqs": "max_batch"}
+"""Our setting for each argument of vLLM that its messages name."""
 
 
 class StartErrorHandler(logging.Handler):
@@ -34,15 +31,16 @@ class StartErrorHandler(logging.Handler):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        path = os.environ.get(_FILE_VARIABLE)
-        if path and record.exc_info and record.getMessage().endswith("failed to start."):
-            with suppress(OSError), Path(path).open("x") as file:  # it is there, or the sampler has given up
-                file.write(str(record.exc_info[1]))
+        with suppress(Exception):  # vLLM is about to end its processes; whatever happens here must not stop it
+            path = os.environ[_FILE_VARIABLE]
+            if record.exc_info and record.exc_info[1] and record.getMessage().endswith("failed to start."):
+                with Path(path).open("x", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(_line(record.exc_info[1]))
 
 
 @contextmanager
 def explained(model: str) -> Iterator[None]:
-    """Raises the error of a start in the block as an UnservableModel or a SetupError that says the reason."""
+    """Starts of vLLM in the block that fail raise UnservableModel or SetupError, which says the reason."""
     with tempfile.TemporaryDirectory(prefix="tinsmith-vllm-") as folder:
         file = Path(folder, "error")
         os.environ[_FILE_VARIABLE] = str(file)
@@ -54,12 +52,21 @@ def explained(model: str) -> Iterator[None]:
                 "Set sampler.backend to transformers"
             ) from error
         except Exception as error:
-            reason = file.read_text() if file.exists() else str(error)
-            for pattern, setting in _SETTINGS.items():
-                reason = re.sub(pattern, setting, reason, flags=re.IGNORECASE)
-            raise SetupError(f"vLLM did not start: {reason}; see its log") from error
+            found = file.read_text(encoding="utf-8") if file.exists() else ""
+            raise SetupError(_with_settings(f"vLLM did not start: {found or _line(error)}; see its log")) from error
         finally:
             del os.environ[_FILE_VARIABLE]
+
+
+def _line(error: BaseException) -> str:
+    """The error as the last line of its traceback."""
+    return traceback.format_exception_only(error)[-1].strip()
+
+
+def _with_settings(said: str) -> str:
+    """Adds which of our settings are the arguments that vLLM names, which it spells in several ways."""
+    plain = re.sub("[- ]", "_", said.lower())
+    return "; ".join([said, *(f"{ours} sets {name}" for name, ours in _SETTINGS.items() if name in plain)])
 
 
 def _reason(error: ValidationError) -> str:

@@ -25,27 +25,50 @@ def fail(process: logging.Logger, error: Exception, said: str) -> None:
         process.exception(said)
 
 
-def test_the_first_process_that_fails_gives_the_reason_in_our_words(vllm_process: logging.Logger) -> None:
+def test_the_first_process_that_fails_gives_the_reason(vllm_process: logging.Logger) -> None:
     free = "Free memory (2/80 GiB) is less than desired GPU memory utilization (0.9, 72 GiB)"
     with pytest.raises(SetupError) as raised, explained("m"):
         fail(vllm_process, OSError("no such port"), "A port is tried again")
         fail(vllm_process, ValueError(free), "WorkerProc failed to start.")
         fail(vllm_process, RuntimeError("a worker failed"), "EngineCore failed to start.")
         raise RuntimeError("Engine core initialization failed. See root cause above.")
-    found = "Free memory (2/80 GiB) is less than desired memory_share (0.9, 72 GiB)"
-    assert str(raised.value) == f"vLLM did not start: {found}; see its log"
+    said = f"vLLM did not start: ValueError: {free}; see its log; memory_share sets gpu_memory_utilization"
+    assert str(raised.value) == said
 
 
 @pytest.mark.parametrize(
     ("said", "ours"),
     [
-        ("decrease `max_num_seqs` or `gpu_memory_utilization`", "decrease `max_batch` or `memory_share`"),
-        ("Lower --gpu-memory-utilization or --max-model-len", "Lower memory_share or max_context"),
+        ("decrease `max_num_seqs`", "; max_batch sets max_num_seqs"),
+        ("Lower --max-model-len", "; max_context sets max_model_len"),
+        ("out of ports", ""),
     ],
 )
-def test_an_error_of_the_samplers_own_process_is_said_in_our_words(said: str, ours: str) -> None:
-    with pytest.raises(SetupError, match=f"vLLM did not start: {ours}; see its log"), explained("m"):
+def test_an_error_of_the_samplers_own_process_is_said_with_our_settings(said: str, ours: str) -> None:
+    with pytest.raises(SetupError) as raised, explained("m"):
         raise ValueError(said)
+    assert str(raised.value) == f"vLLM did not start: ValueError: {said}; see its log{ours}"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(AssertionError(), "AssertionError"), (ValueError("model \udce9"), r"ValueError: model \udce9")],
+    ids=["without a text", "of a name that is no UTF-8"],
+)
+def test_whatever_the_error_is_it_is_named(vllm_process: logging.Logger, error: Exception, reason: str) -> None:
+    with pytest.raises(SetupError) as raised, explained("m"):
+        fail(vllm_process, error, "EngineCore failed to start.")
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+    assert str(raised.value) == f"vLLM did not start: {reason}; see its log"
+
+
+def test_an_error_that_cannot_be_written_stops_no_process(
+    vllm_process: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SetupError, match="RuntimeError: Engine core"), explained("m"):
+        monkeypatch.setenv("TINSMITH_VLLM_START_ERROR", str(tmp_path / "none" / "error"))
+        fail(vllm_process, ValueError("lost"), "EngineCore failed to start.")
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
 
 
 def test_no_file_is_left_and_an_error_of_a_running_engine_is_not_its_starts(
