@@ -91,7 +91,8 @@ def _of_memory(suite: Suite) -> list[str]:
     assert file in suite.tests
     chosen = [one for one in suite.tests if one == file or not one.startswith("tests/")]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *chosen]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    plain = {**os.environ, "PYTEST_ADDOPTS": ""}  # options of the user may change what is printed
+    found = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True, check=True).stdout
     return [line for line in found.splitlines() if line.startswith(file)]
 
 
