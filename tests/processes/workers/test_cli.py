@@ -205,7 +205,7 @@ def test_vllm_divides_its_threads_itself(tmp_path: Path) -> None:
 
 
 def limited(kind: str, folder: Path, toml: str, first: str = "", **environ: str) -> str:
-    """What LIMITED prints, after the statement `first`."""
+    """Runs the statement `first` and then LIMITED, as a worker of this kind; returns the output."""
     code = f"{first}\n{LIMITED.format(kind=kind)}"
     return worker(folder, ["-c", code], toml, CUDA_VISIBLE_DEVICES="", **environ).strip()
 
