@@ -8,9 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from app.domain.records import CONFIG_FILE
+from app.domain.records import CONFIG_FILE, WEIGHTS_FILE, WEIGHTS_INDEX_FILE
 from app.errors import BadRequest, SetupError
-from app.services.imports.full_weights import INDEX_FILE
 from app.services.imports.safetensors import check_whole
 
 # The files beside each other that transformers and vLLM read. Mistral's models have their weights a second time, in
@@ -18,7 +17,6 @@ from app.services.imports.safetensors import check_whole
 _WEIGHTS = "*.safetensors"
 READ = (_WEIGHTS, "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 NOT_READ = ("*/*", "consolidated*")
-_ONE_FILE = "model.safetensors"
 _AGAIN = "download the model again"
 
 
@@ -27,8 +25,8 @@ def check(folder: Path) -> None:
     architecture."""
     if not _json(folder / CONFIG_FILE).get("architectures"):
         raise SetupError(f"{folder / CONFIG_FILE} names no architectures; add them")
-    index = folder / INDEX_FILE
-    named = _json(index).get("weight_map") if index.exists() else {"": _ONE_FILE}
+    index = folder / WEIGHTS_INDEX_FILE
+    named = _json(index).get("weight_map") if index.exists() else {"": WEIGHTS_FILE}
     if not isinstance(named, dict) or not named:
         raise SetupError(f"{index} names no files; {_AGAIN}")
     for name in sorted(set(map(str, named.values()))):

@@ -42,6 +42,8 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """The files of an image processor. A client counts an image's tokens with it."""
 CONFIG_FILE = "config.json"
 """transformers reads the tokenizer's class from it."""
+WEIGHTS_FILE, WEIGHTS_INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+"""A model's weights are in the first file, or in the files that the second one names."""
 TEMPLATE_FOLDER = "additional_chat_templates"
 """Folder of further chat templates, one file <name>.jinja for each."""
 

@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from app.domain.adapters import Shapes
 from app.domain.images import Image
-from app.domain.records import BaseModelInfo
+from app.domain.records import WEIGHTS_FILE, WEIGHTS_INDEX_FILE, BaseModelInfo
 from app.errors import SetupError, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from workers.backends.failures import ran_out_of_memory
@@ -153,8 +153,8 @@ def check_weights(settings: BaseModelSettings) -> None:
 
 
 def _weight_files(folder: Path) -> set[str]:
-    index = folder / packed.INDEX
-    return set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {packed.WHOLE}
+    index = folder / WEIGHTS_INDEX_FILE
+    return set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {WEIGHTS_FILE}
 
 
 def _quantizer(settings: BaseModelSettings, dtype: torch.dtype, device: torch.device, split: Split | None) -> Any:

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from app.domain.records import WEIGHTS_FILE, WEIGHTS_INDEX_FILE
 from app.errors import UnservableModel
 
 _KEY = "quantization_config"
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The numbers of FP4 (E2M1) by code: OCP Microscaling Formats (MX) Specification 1.0, table 5.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # No plain weight has one of these dtypes.
@@ -126,10 +126,10 @@ def _unpacked(form: Format, reads: Sequence[Callable[[], Tensor]]) -> Tensor:
 
 
 def _files(source: str) -> Sequence[str]:
-    whole = cached_file(source, WHOLE, _raise_exceptions_for_missing_entries=False)
+    whole = cached_file(source, WEIGHTS_FILE, _raise_exceptions_for_missing_entries=False)
     if whole is not None:
         return [whole]
-    index = cached_file(source, INDEX)
+    index = cached_file(source, WEIGHTS_INDEX_FILE)
     return list(get_checkpoint_shard_files(source, index)[0])
 
 

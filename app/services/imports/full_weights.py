@@ -10,13 +10,12 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from app.domain.records import CONFIG_FILE, TOKENIZER_FILES
+from app.domain.records import CONFIG_FILE, TOKENIZER_FILES, WEIGHTS_FILE, WEIGHTS_INDEX_FILE
 from app.errors import BadRequest
 from app.services.imports import safetensors
 from app.settings import LimitSettings
 from app.wire.bodies import parse_json
 
-INDEX_FILE = "model.safetensors.index.json"
 _GENERATION_FILE = "generation_config.json"
 
 
@@ -32,21 +31,21 @@ def read(folder: Path, arch: str, shapes: Mapping[str, tuple[int, ...]], limits:
     weights = sorted(folder.glob("model*.safetensors"))
     _check_index(folder, {path.name for path in weights}, limits)
     _check_tensors(weights, shapes)
-    others = [folder / name for name in (CONFIG_FILE, _GENERATION_FILE, INDEX_FILE, *TOKENIZER_FILES)]
+    others = [folder / name for name in (CONFIG_FILE, _GENERATION_FILE, WEIGHTS_INDEX_FILE, *TOKENIZER_FILES)]
     return {path.name: path for path in [*weights, *others] if path.is_file()}
 
 
 def _check_index(folder: Path, files: Set[str], limits: LimitSettings) -> None:
-    if (folder / INDEX_FILE).is_file():
-        named = _json(folder / INDEX_FILE, limits).get("weight_map")
+    if (folder / WEIGHTS_INDEX_FILE).is_file():
+        named = _json(folder / WEIGHTS_INDEX_FILE, limits).get("weight_map")
         wanted = set(map(str, named.values())) if isinstance(named, dict) else set()
         if wanted != files:
             raise BadRequest(
-                f"{INDEX_FILE} names {', '.join(sorted(wanted))[:200] or 'no files'}, but the folder has "
+                f"{WEIGHTS_INDEX_FILE} names {', '.join(sorted(wanted))[:200] or 'no files'}, but the folder has "
                 f"{', '.join(sorted(files))[:200] or 'none'}"
             )
-    elif files != {"model.safetensors"}:
-        raise BadRequest(f"{folder.name} has neither model.safetensors nor {INDEX_FILE}; no other format is read")
+    elif files != {WEIGHTS_FILE}:
+        raise BadRequest(f"{folder.name} has neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX_FILE}; no other format is read")
 
 
 def _check_tensors(files: list[Path], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.domain.records import WEIGHTS_FILE, WEIGHTS_INDEX_FILE
 from app.services.imports.safetensors import read_fields
 from workers.models.full_weights import cached
 from workers.models.loading.source import local_path
-from workers.models.packed import INDEX, WHOLE
 
 _DIGITS = 16
 _SAMPLED_TENSORS, _SAMPLE_BYTES = 64, 64
@@ -50,9 +50,9 @@ def weights_id(path: str) -> str:
 
 def _files(source: str) -> list[Path]:
     """The files that transformers loads the weights from."""
-    if whole := cached(source, [WHOLE]):
+    if whole := cached(source, [WEIGHTS_FILE]):
         return whole
-    if not (index := cached(source, [INDEX])):
+    if not (index := cached(source, [WEIGHTS_INDEX_FILE])):
         return []
     names = sorted(set(json.loads(index[0].read_text())["weight_map"].values()))
     found = {name: cached(source, [name]) for name in names}

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from app.domain.records import WEIGHTS_INDEX_FILE
 from app.errors import BadRequest
-from app.services.imports.full_weights import INDEX_FILE, read
+from app.services.imports.full_weights import read
 from app.settings import LimitSettings
 
 ARCH = "Qwen3ForCausalLM"
@@ -27,7 +28,7 @@ def write(folder: Path, *files: dict[str, tuple[int, ...]], index: bool = True, 
         save_file({key: np.zeros(shape, "float16") for key, shape in shapes.items()}, folder / name)
     if len(files) > 1 and index:
         named = {key: name for name, shapes in zip(names, files, strict=True) for key in shapes}
-        (folder / INDEX_FILE).write_text(json.dumps({"weight_map": named}))
+        (folder / WEIGHTS_INDEX_FILE).write_text(json.dumps({"weight_map": named}))
     (folder / "config.json").write_text(json.dumps({"architectures": [ARCH], **config}))
     return folder
 
@@ -49,7 +50,7 @@ def test_weights_may_be_in_several_files(tmp_path: Path) -> None:
     first, *rest = IN_FILES.items()
     write(tmp_path, dict([first]), dict(rest))
     assert set(read(tmp_path, ARCH, SHAPES, LIMITS)) == {
-        "config.json", INDEX_FILE, "model-0.safetensors", "model-1.safetensors",
+        "config.json", WEIGHTS_INDEX_FILE, "model-0.safetensors", "model-1.safetensors",
     }  # fmt: skip
 
 
