@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.settings import BaseModelSettings
 from tests.full_disk import full_disk
+from tests.hub_of_models import hub_of_models, use_hub
 from tests.models import tiny_qwen3
 from tests.parity import architectures
 from workers.models import base_model, full_weights, lora
@@ -156,17 +157,16 @@ def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
 def test_a_tokenizer_of_the_hub_comes_from_its_cache_and_nothing_is_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_network(*arguments: object, **options: object) -> None:
-        raise AssertionError("something was asked of the network")
-
-    monkeypatch.setattr("socket.socket.connect", no_network)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     base = loaded(tiny_qwen3(tmp_path / "base"))
     cached = tmp_path / "hub/models--some--base"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs/main").write_text("0" * 40)
     (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
     shutil.copy(tmp_path / "base/tokenizer.json", cached / "snapshots" / ("0" * 40))
-    huggingface_writer(base.model, moved(base), torch.float32, "some/base")(tmp_path / "exported")
+    with hub_of_models() as hub:
+        hub.repos["some/base"] = tmp_path / "base"
+        use_hub(monkeypatch, hub.url, tmp_path / "hub")
+        huggingface_writer(base.model, moved(base), torch.float32, "some/base")(tmp_path / "exported")
+    assert hub.asked == []
     assert (tmp_path / "exported/tokenizer.json").read_bytes() == (tmp_path / "base/tokenizer.json").read_bytes()
     assert not (tmp_path / "exported/tokenizer_config.json").exists()
