@@ -199,13 +199,17 @@ def test_a_critic_is_a_classifier_of_one_label_in_peft_files(model: Tiny, tmp_pa
     lora.check_role(found, critic=True)
 
 
-def test_a_value_head_of_another_size_does_not_fit(model: Tiny) -> None:
+@pytest.mark.parametrize("shape", [(2, 6), (1, 4)])
+def test_a_value_head_of_another_size_does_not_fit(model: Tiny, shape: tuple[int, int]) -> None:
     critic = lora.new_adapter(model, LoraSpec(rank=3), critic=True)
-    with pytest.raises(UserOpError, match=r"\[2, 6\], but this base model needs \[1, 6\]"):
-        lora.check_fits(Adapter(critic.spec, critic.pairs, nn.Parameter(torch.zeros(2, 6))), model)
+    with pytest.raises(UserOpError, match=rf"\[{shape[0]}, {shape[1]}\], but this base model needs \[1, 6\]"):
+        lora.check_fits(Adapter(critic.spec, critic.pairs, nn.Parameter(torch.zeros(shape))), model)
 
 
-DAMAGES = "no folder", "no json", "other rank", "unknown tensor", "half a pair", "truncated", "no score", "a score"
+DAMAGES = (
+    *("no folder", "no json", "other rank", "other rank of B", "unknown tensor", "half a pair", "truncated"),
+    *("no score", "a score"),
+)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -219,6 +223,8 @@ def test_files_that_are_no_plain_adapter_are_refused(model: Tiny, tmp_path: Path
         config.write_text("{")
     elif damage == "other rank":
         config.write_text(json.dumps({**json.loads(config.read_text()), "r": 4}))
+    elif damage == "other rank of B":
+        save_file({name: t[:, :2].contiguous() if "lora_B" in name else t for name, t in tensors.items()}, weights)
     elif damage == "no score":
         config.write_text(json.dumps({**json.loads(config.read_text()), "modules_to_save": ["score"]}))
     elif damage == "a score":
@@ -237,6 +243,14 @@ def test_an_adapter_of_another_base_does_not_fit(model: Tiny) -> None:
     adapter = lora.new_adapter(model, LoraSpec(rank=3))
     with pytest.raises(UserOpError, match="q_proj"):
         lora.check_fits(Adapter(LoraSpec(rank=3), {"lm_head": adapter.pairs["lm_head"]}), model)
+
+
+def test_an_adapter_of_a_deeper_base_does_not_fit(model: Tiny) -> None:
+    """The pairs of its further layers would be left out in silence."""
+    adapter = lora.new_adapter(model, LoraSpec(rank=3))
+    deeper = {**adapter.pairs, "layers.1.q_proj": adapter.pairs["q_proj"]}
+    with pytest.raises(UserOpError, match=r"layers\.1\.q_proj .* None in the model"):
+        lora.check_fits(Adapter(LoraSpec(rank=3), deeper), model)
 
 
 def test_an_adapter_read_from_files_has_the_order_of_a_fresh_one(model: Tiny, tmp_path: Path):
