@@ -109,6 +109,8 @@ def test_the_gradient_of_a_row_counts_once() -> None:
         found = one.gradient().tolist()
         assert found == [2.0] * 64 + [1.0] * (len(one.row) - 64) + [0.0] * 64
     one.row.grad = torch.ones_like(one.row)
+    assert one.gradient().tolist() == [3.0] * 64 + [2.0] * (len(one.row) - 64) + [0.0] * 64
+    one.row.grad = torch.ones_like(one.row)
     one.drop_gradients()
     assert not one.gradient().any()
 

@@ -8,6 +8,7 @@ import torch
 
 from app.domain.sampling import UNSCORED, Cells, SampleOutput, SampleRequest
 from app.errors import ServerOpError
+from workers.backends.sampling.base import sample_seed
 from workers.backends.sampling.token_sampler import PromptScorer, output
 
 CPU = torch.device("cpu")
@@ -77,6 +78,16 @@ def test_only_what_is_asked_of_the_prompt_needs_its_logits():
     for name, value in ALL.items():
         if name != "prompt_last_n":
             assert SampleRequest(PROMPT, 1, 1, 7, **{name: value}).scores_prompt
+
+
+def test_alternatives_have_random_numbers_of_their_own():
+    """A sample that followed the alternatives would tell nothing that they do not."""
+    scorer = PromptScorer(request := SampleRequest(PROMPT, 1, 1, 7, prompt_alternatives=1), CPU)
+    scorer.add(0, torch.zeros(LENGTH - 1, 1000))
+    found = output(request, [], scorer.flat().numpy()).prompt_alternatives.tokens[:, 0]
+    for index in range(3):
+        of_sample = np.random.default_rng(sample_seed(7, index)).random(LENGTH - 1)
+        assert np.mean(found == (of_sample * 1000).astype(np.int64)) < 0.1
 
 
 def test_scores_that_are_missing_are_never_made_up():

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from transformers import AutoTokenizer
 
+from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
 from tests.tokenizers import letter_tokenizer
-from workers.backends.sampling.vocabulary import StopText
+from workers.backends.sampling.vocabulary import StopText, load_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +27,7 @@ def test_the_token_that_completes_a_stop_string_is_found(tokenizer):
     assert completed_at(tokenizer, ("END",), "an END here") == 6
     assert completed_at(tokenizer, ("zzz", "n E"), "an END here") == 4
     assert completed_at(tokenizer, ("x",), "axb") == 2
+    assert completed_at(tokenizer, ("z", "END"), "an END here") == 6
 
 
 def test_a_stop_string_that_is_not_there_is_not_found(tokenizer):
@@ -52,3 +57,15 @@ def test_a_stop_string_behind_bytes_that_are_no_character_is_found():
     watch = StopText(core, [], ("\ufffd ab",))
     tokens = [ord("z"), 0x9D, *(core.token_to_id(letter) for letter in "▁abc")]
     assert [watch.completes(token) for token in tokens[:5]] == [False, False, False, False, True]
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_every_end_token_of_the_tokenizer_and_of_the_model_ends_a_sample(tmp_path: Path, file: str):
+    """Chat models have several. Older models have no generation config, and name theirs in their own."""
+    folder = tiny_qwen3(tmp_path)
+    (folder / "generation_config.json").rename(tmp_path / "generation")
+    named = tmp_path / "generation" if file == "generation_config.json" else folder / file
+    (folder / file).write_text(json.dumps({**json.loads(named.read_text()), "eos_token_id": [3, 5]}))
+    own = AutoTokenizer.from_pretrained(folder).eos_token_id
+    assert own not in (3, 5)
+    assert load_vocabulary(BaseModelSettings(name="tiny", path=str(folder))).end_tokens == {own, 3, 5}

@@ -132,6 +132,18 @@ def test_grouped_products_learn_the_same_as_runs(
     assert_same(learnt(model, unpacked(segments), rows=rows), wanted)
 
 
+def test_an_adapter_with_gaps_between_its_tensors_learns_the_same(group: Callable[[], None]) -> None:
+    """B of a linear of 4 outputs has 32 elements. In the adapter's flat tensor a gap follows them, in stacks none."""
+    torch.manual_seed(0)
+    layer = Layer()
+    layer.k_proj = nn.Linear(16, 4)
+    lora.wrap(layer.requires_grad_(False))
+    segments = [(adapter(layer, 8), 3), (adapter(layer, 8), 6)]
+    wanted = learnt(layer, segments)
+    group()
+    assert_same(learnt(layer, segments), wanted)
+
+
 @pytest.mark.parametrize("rank", [8, 16], ids=["row", "no_row"])
 def test_a_pass_of_two_micro_batches_adds_up_however_each_stacks_its_adapters(
     rank: int, model: nn.Module, group: Callable[[], None]
@@ -339,6 +351,9 @@ def test_a_linear_is_joined_with_its_adapters_unless_something_must_see_it(group
     assert not grouped.joins(nn.Linear(8, 8), x, 2), "its weight would get no gradient"
     assert not grouped.joins(Own(8, 8).requires_grad_(False), x, 2)
     assert not grouped.joins(nn.Linear(6, 8).requires_grad_(False), torch.ones(2, 6), 2)
+    replaced = nn.Linear(8, 8).requires_grad_(False)
+    replaced.forward = lambda x: x  # type: ignore[method-assign]
+    assert not grouped.joins(replaced, x, 2), "its own product is left out"
     frozen.register_forward_pre_hook(lambda *_: None)
     assert not grouped.joins(frozen, x, 2)
 
