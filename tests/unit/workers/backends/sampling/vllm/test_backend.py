@@ -7,23 +7,29 @@ import asyncio
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 import xgrammar
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from app.domain.ops import LoraSpec
+from app.domain.records import BaseModelInfo
+from app.domain.sampling import SampleRequest
 from app.errors import ServerOpError, Unavailable, UnservableModel, UserOpError
 from app.settings import BaseModelSettings
 from tests.models import tiny_qwen3
 from tests.parity import architectures
+from workers.backends.sampling.base import RequestHandle
 from workers.backends.sampling.vllm import backend
 from workers.backends.sampling.vllm.backend import VllmSampler
 from workers.backends.sampling.vllm.engine import EngineThread
+from workers.backends.sampling.vllm.slots import SequenceSlots
 from workers.backends.sampling.vllm.weights import VllmAdapters, VllmFullFinetuneModel
 from workers.models import full_weights, lora, packed, peft_files
 
@@ -234,3 +240,82 @@ def test_the_plain_weights_of_a_sampler_that_was_killed_are_removed_and_those_of
     sampler._start({}, "bfloat16", None)
     assert found == [["of a killed process", "of this process"], ["of this process"]]
     assert list(tmp_path.iterdir()) == []
+
+
+class OneToken:
+    """Stand-in for vLLM's engine. It gives each request one token, and scores unless they come from its cache."""
+
+    def __init__(self, reason: str = "length") -> None:
+        self.reason = reason
+        self.read_cache: list[bool] = []
+        self.prompts: list[list[int]] = []
+
+    async def generate(self, prompt: dict[str, list[int]], params: Any, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        self.read_cache.append(not params.skip_reading_prefix_cache)
+        self.prompts.append(prompt["prompt_token_ids"])
+        logprobs = SimpleNamespace(token_ids=[5], logprobs=[-1.0])
+        piece = SimpleNamespace(token_ids=[5], logprobs=logprobs, finish_reason=self.reason)
+        scores = torch.tensor([-2.0, -3.0]) if params.skip_reading_prefix_cache else None
+        yield SimpleNamespace(outputs=[piece], prompt_token_id_logprobs=scores, num_cached_tokens=0)
+
+
+class Calls:
+    """Stand-in for an EngineThread that runs each call at once."""
+
+    alive, stalled_s = True, 0.0
+
+    def __init__(self, engine: OneToken) -> None:
+        self.engine = engine
+
+    def generate(self, method: Callable[[Any], Awaitable[None]], *_: Any) -> None:
+        async def run() -> None:
+            await method(self.engine)
+
+        asyncio.run(run())
+
+
+def sampling(engine: OneToken, max_context: int = 9) -> VllmSampler:
+    pytest.importorskip("vllm")
+    sampler = VllmSampler(BaseModelSettings(name="m", path="/m"))
+    sampler._engine = cast(EngineThread, Calls(engine))
+    sampler._weights = cast(VllmAdapters, SimpleNamespace(base=None, healthy=True))
+    sampler._slots, sampler._end_tokens = SequenceSlots(1), frozenset()
+    sampler._model_info = BaseModelInfo("m", "arch", 10, max_context, "float32", ())
+    return sampler
+
+
+class Reported:
+    """Takes a request's tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def __call__(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        self.tokens += tokens
+
+
+SCORED = SampleRequest(np.arange(3, dtype=np.int32), 1, 1, 7, prompt_logprobs=True, prompt_last_n=2)
+
+
+def test_a_token_is_reported_once_though_the_cache_holds_a_row_that_is_to_be_scored() -> None:
+    """The prompt runs again without the cache, and reported tokens cannot be taken back."""
+    engine, seen = OneToken(), Reported()
+    sampler = sampling(engine)
+    outputs = [sampler.sample(None, SCORED), sampler.sample(None, SCORED, RequestHandle(seen))]
+    assert engine.read_cache == [True, False, False]
+    assert seen.tokens == [5]
+    for output in outputs:
+        assert output.prompt_logprobs is not None and output.prompt_logprobs[1:].tolist() == [-2.0, -3.0]
+
+
+def test_the_token_that_vllm_samples_behind_a_full_context_is_nobodys() -> None:
+    engine, seen = OneToken(), Reported()
+    handle = RequestHandle(seen)
+    output = sampling(engine, max_context=3).sample(None, SCORED, handle)
+    assert engine.prompts == [[0, 1]], "vLLM refuses a prompt without room for a token"
+    assert (len(output.sequences[0].tokens), seen.tokens, handle.sampled_tokens) == (0, [], 0)
+
+
+def test_a_sample_that_vllm_gave_up_is_no_result() -> None:
+    with pytest.raises(ServerOpError, match="gave the sample up"):
+        sampling(OneToken("error")).sample(None, SCORED)
