@@ -30,7 +30,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(client: redis.Redis, path: Path, weights: str = "", name: str = "o/base") -> bool:
-    """Starts a worker with these weights. Returns True, or raises what it refuses with before it loads them."""
+    """Starts a worker with these weights. Returns True, or raises what it refuses with."""
     with base_weights.checked(RedisRecords(client), BaseModelSettings(name=name, path=str(path), weights_id=weights)):
         return True
 
@@ -52,6 +52,14 @@ def test_the_weights_of_the_first_start_are_noted_and_others_refused_until_they_
         start(client, other)
     assert noted(client) == {b"o/base": here.encode()}
     assert start(client, first) and start(client, other, name="o/other")
+
+
+def test_other_weights_in_a_folder_are_refused_before_they_are_loaded(client, first, other):
+    """Loading them takes minutes."""
+    assert start(client, first)
+    base = BaseModelSettings(name="o/base", path=str(other))
+    with pytest.raises(UnservableModel, match="other weights"), base_weights.checked(RedisRecords(client), base):
+        pytest.fail("they were loaded")
 
 
 def test_the_id_of_other_weights_in_the_settings_makes_them_those_of_the_base_model(client, first, other):

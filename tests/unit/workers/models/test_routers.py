@@ -77,3 +77,13 @@ def test_given_experts_are_taken_and_the_rest_is_chosen_to_the_bit_as_without_th
         given[4] = 3 - own[4].astype(np.int64)
         assert np.array_equal(chosen(given)[4], given[4])
         assert np.array_equal(chosen(given)[:4], own[:4])
+
+
+def test_rows_behind_the_last_token_choose_by_themselves_and_count_for_no_expert() -> None:
+    given, load = torch.tensor([[[2]], [[1]], [[0]]]), torch.zeros(2, 1, 4)
+    with routers.Routing(given, torch.tensor([0, 1, 1]), load).used(slice(1, 5)):
+        recorder = routers.in_use()
+        assert recorder is not None and recorder.given is not None
+        assert recorder.given.flatten().tolist() == [1, 0, NO_ROUTE, NO_ROUTE]
+        recorder.note(0, torch.tensor([[1], [0], [3], [3]]), 4)
+    assert load.tolist() == [[[0, 0, 0, 0]], [[1, 1, 0, 0]]]

@@ -79,6 +79,13 @@ def tokens(body: bytes) -> list[bytes]:
     return [sequence.tokens for sequence in pb.SampleResponse.FromString(body).sequences]
 
 
+def test_a_request_runs_on_the_version_that_it_was_admitted_for(world: World, backend: SamplerBackend):
+    request = admit(world, 0)
+    world.records.put("samplers", SESSION, dump(Sampler("me", "session", BASE, 0.0, prefix="m/later/2")))
+    result = runner(world, backend, "node/1").handle(request, SESSION, "sample")
+    assert result is not None and not result.failed, "no file of the later version is there"
+
+
 def test_a_sample_is_answered_with_every_sequence_and_its_logprobs(world: World, backend: SamplerBackend):
     result = runner(world, backend, "s/1").handle(admit(world, 0), SESSION, "sample")
     assert result is not None and not result.failed
