@@ -86,6 +86,30 @@ def test_a_request_runs_on_the_version_that_it_was_admitted_for(world: World, ba
     assert result is not None and not result.failed, "no file of the later version is there"
 
 
+def test_what_is_handed_back_costs_no_attempt_and_no_further_request_begins(world: World, backend: SamplerBackend):
+    begun, end = threading.Event(), threading.Event()
+
+    class Slow(Engine):
+        def sample(self, adapter: str | None, request: SampleRequest, handle: RequestHandle) -> SampleOutput:
+            begun.set()
+            assert end.wait(60)
+            return backend.sample(adapter, request, handle)
+
+    ending, request = runner(world, cast(SamplerBackend, Slow()), "s/1"), admit(world, 0)
+    thread = threading.Thread(target=ending.handle, args=(request, SESSION, "sample"))
+    thread.start()
+    assert begun.wait(60)
+    assert ending.hand_back() == [request]
+    assert int(world.client.hget(keys.op(request), "attempts") or 0) == 0
+    with pytest.raises(Requeue, match="about to end"):
+        ending.handle(admit(world, 1), SESSION, "sample")
+    result = runner(world, backend, "s/2").handle(request, SESSION, "sample")
+    assert result is not None and not result.failed
+    end.set()
+    thread.join()
+    assert world.oplog.outcome(request) == result
+
+
 def test_a_sample_is_answered_with_every_sequence_and_its_logprobs(world: World, backend: SamplerBackend):
     result = runner(world, backend, "s/1").handle(admit(world, 0), SESSION, "sample")
     assert result is not None and not result.failed

@@ -96,6 +96,18 @@ def test_slots_that_become_free_go_to_the_project_with_the_fewest_until_each_has
     asyncio.run(run())
 
 
+def test_a_project_of_three_times_the_weight_gets_three_times_the_slots():
+    async def run() -> None:
+        engine = Engine()
+        await engine.come("light", 64)
+        await engine.come("heavy", 64, weight=3.0)
+        await engine.end("light", SLOTS)
+        assert engine.running == {"light": SLOTS // 4, "heavy": 3 * SLOTS // 4}
+        await engine.close()
+
+    asyncio.run(run())
+
+
 def test_what_is_aborted_while_it_waits_never_runs_and_keeps_nobody_waiting():
     async def run() -> None:
         engine = Engine()
