@@ -255,3 +255,12 @@ def test_a_light_project_goes_first_though_all_before_it_were_charged_for_more_t
     for _ in range(BATCH):
         engine.come("light")
     assert engine.serve(3)["light"] == 3
+
+
+def test_projects_that_have_left_take_no_share_of_the_batch():
+    with Engine() as engine:
+        engine.end(*[engine.come(f"left {number}") for number in range(BATCH)])
+        for project, count in (("long", 12), ("short", 6)):
+            for _ in range(count):
+                engine.come(project)
+        assert Counter(project for _, project in engine.inside) == {"long": BATCH + 1, "short": BATCH // 2}
