@@ -94,11 +94,11 @@ def without_secret_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_secrets(raw: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    # Containers pass on an unset variable as an empty one.
     for variable, (section, key) in _IN_SECTIONS.items():
-        values = raw.setdefault(section, {}) if variable in environ else None
+        values = raw.setdefault(section, {}) if environ.get(variable) else None
         if isinstance(values, dict):  # a value that is not a section is refused later
             values[key] = environ[variable]
-    # Containers pass on an unset variable as an empty one.
     for variable, key in _AT_THE_TOP.items():
         if secret := environ.get(variable):
             raw[key] = secret
