@@ -58,3 +58,17 @@ def test_a_hostfile_that_is_not_of_that_many_ranks_is_a_setup_error(tmp_path: Pa
         (tmp_path / "hosts").write_text(text)
     with pytest.raises(SetupError, match=why):
         TrainerSettings(ranks=2, hostfile=str(tmp_path / "hosts")).slots()
+
+
+def test_a_worker_of_full_fine_tunes_has_the_settings_of_its_own_section_and_one_model() -> None:
+    base = BaseModelSettings(name="a", path="o/a", full=TrainerSettings(ranks=2), full_sampler=SamplerSettings(count=3))
+    assert base.for_full().trainer == TrainerSettings(ranks=2, max_models=1)
+    assert base.for_full_sampler().sampler == SamplerSettings(count=3)
+
+
+def test_a_worker_of_full_fine_tunes_without_its_section_is_a_setup_error() -> None:
+    base = BaseModelSettings(name="a", path="o/a")
+    with pytest.raises(SetupError, match=r"'a' has no section \[base_models\.full\] in"):
+        base.for_full()
+    with pytest.raises(SetupError, match=r"'a' has no section \[base_models\.full_sampler\] in"):
+        base.for_full_sampler()

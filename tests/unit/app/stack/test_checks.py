@@ -276,6 +276,10 @@ def test_a_quantised_base_is_refused_beside_a_setting_that_trains_or_splits_its_
     base_model(dtype="auto", **other).check_quantized()
 
 
+def test_a_quantised_base_that_one_process_holds_whole_is_taken_whatever_stage_deepspeed_would_have():
+    base_model(dtype="nf4", trainer=TrainerSettings(backend="torch", zero_stage=3)).check_quantized()
+
+
 @pytest.mark.parametrize("backend", ["auto", "transformers"])
 def test_a_sampler_that_sleeps_is_refused_without_vllm(backend):
     with pytest.raises(SetupError, match=f'sampler.backend = "{backend}"; change that, or set sampler.sleep to false'):
