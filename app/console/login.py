@@ -87,8 +87,6 @@ def add(blueprint: Blueprint) -> None:
         try:
             g.caller = services().authenticator.holder(session.get(_KEY, ""))
         except Unauthorized:
-            if _KEY in session:
-                session.clear()
             return _to_login()
         return None
 

@@ -10,8 +10,10 @@ from typing import Any, cast
 import pytest
 from flask import Flask
 
+from app.console import login
 from app.services.tenants.accounts import AccountService
 from app.services.tenants.authentication import Tokens
+from app.settings import ApiSettings, Settings
 from app.stores.objects.accounts import AccountFiles
 from tests.logs import everything_logged
 from tests.unit.app.conftest import KEY, OTHER_KEY, Api
@@ -162,6 +164,29 @@ def test_the_cookie_holds_no_key_and_no_script_reads_it(api: Api, app: Flask) ->
         cookie = Browser(app).log_in(KEY).headers["Set-Cookie"]
     assert KEY not in cookie and KEY not in logged.getvalue()
     assert {"HttpOnly", "SameSite=Lax", "Path=/console"} <= set(cookie.split("; "))
+
+
+@pytest.mark.parametrize(
+    ("public_url", "is_secure"),
+    [("https://tinsmith.example.org", True), ("http://10.0.0.1:8000", False), ("", False)],
+)
+def test_a_browser_sends_the_cookie_without_tls_only_to_a_console_that_has_none(
+    api: Api, app: Flask, public_url: str, is_secure: bool
+) -> None:
+    login.configure(app, Settings(api=ApiSettings(public_url=public_url)))
+    cookie = app.test_client().get("/console/login").headers["Set-Cookie"]
+    assert ("Secure" in cookie.split("; ")) == is_secure
+
+
+def test_a_login_makes_a_new_token_for_forms(api: Api, app: Flask) -> None:
+    """Whoever planted the cookie of the login's page knows the token in it."""
+    browser = Browser(app)
+    browser.get("login")
+    planted = browser._token
+    browser.post("login", api_key=KEY)
+    browser.get("runs")
+    assert browser._token != planted
+    assert browser.post("logout", csrf_token=planted).status_code == 403
 
 
 def test_a_cookie_that_was_changed_is_no_login(browser: Callable[..., Browser], app: Flask) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.settings import Settings, parse
+from app.settings import Settings, parse, root
 
 
 def settings(**given: Any) -> Settings:
@@ -45,3 +45,20 @@ def test_a_link_to_the_folder_of_new_weights_is_followed_once_since_workers_foll
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     assert settings(engine={"handover_dir": str(tmp_path / "link")}).handover_dir == tmp_path / "disk"
+
+
+def test_each_data_folder_has_a_folder_of_its_own_in_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(root, "_SHARED_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    first, same, other = (settings(data_dir=str(given)).handover_dir for given in ("a", tmp_path / "a", "b"))
+    assert first == same != other and first.parent == other.parent == tmp_path / "shm"
+
+
+def test_without_shared_memory_new_weights_pass_through_the_data_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(root, "_SHARED_MEMORY", tmp_path / "none")
+    assert settings(data_dir=str(tmp_path)).handover_dir == tmp_path / "handover"
