@@ -68,6 +68,17 @@ def test_a_key_sees_the_limits_of_its_project_and_their_use(
     assert shown["weight"][1] == "1" and shown["keep checkpoints"] == ["–"] * 4
 
 
+def test_an_admin_of_one_of_several_projects_finds_the_pages_of_admins(
+    tenant: Tenant, accounts: AccountService, browser: Browsers
+) -> None:
+    user = accounts.add_user(tenant.organisation, "both@example.org").id
+    accounts.set_role(user, tenant.project, "viewer")
+    logged_in = browser(accounts.add_key(user, tenant.project, ())[1])
+    assert "Usage and storage" not in logged_in.get("account").text
+    accounts.set_role(user, accounts.add_project(tenant.organisation, "pans").id, "admin")
+    assert "Usage and storage" in logged_in.get("account").text
+
+
 def test_the_use_of_a_project_is_shown(tenant: Tenant, browser: Browsers) -> None:
     page = browser(tenant.key("viewer")).get("account").text
     shown = {name: cells for name, *cells in rows(page, f"Limits of project {tenant.project}")}
