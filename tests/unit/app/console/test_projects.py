@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from html import unescape
 from typing import Any
 
 import pytest
+from flask import Flask
 
+from app.api.base import EXTENSION
 from app.domain.accounts import Key, Project, User
+from app.domain.limits import Limits
 from app.services.tenants.accounts import AccountService
+from app.settings import LimitSettings
 from app.stores.objects.accounts import AccountFiles
 from tests.logs import everything_logged
 from tests.unit.app.conftest import KEY, OPERATOR_KEY, Api
@@ -248,6 +253,19 @@ def test_keeping_fewer_checkpoints_takes_a_second_press(tenant: Tenant, browser:
     assert limits_of(tenant) == {"keep_checkpoints": 9}
     assert admin.post(form, keep_checkpoints="").status_code == 302
     assert limits_of(tenant) == {}
+
+
+def test_going_back_to_a_smaller_number_of_the_settings_takes_a_second_press_too(
+    api: Api, app: Flask, tenant: Tenant, browser: Browsers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admin, form = opened(browser, tenant.key("admin"), tenant), f"projects/{tenant.project}/limits"
+    limits = LimitSettings(project=Limits(keep_checkpoints=5))
+    settings = api.services.settings.model_copy(update={"limits": limits})
+    monkeypatch.setitem(app.extensions, EXTENSION, replace(api.services, settings=settings))
+    assert admin.post(form, keep_checkpoints="9").status_code == 302
+    asked = admin.post(form, keep_checkpoints="")
+    assert asked.status_code == 200 and "5 newest" in asked.text
+    assert limits_of(tenant) == {"keep_checkpoints": 9}
 
 
 def test_the_operator_sets_every_limit_and_the_form_repeats_it(tenant: Tenant, browser: Browsers) -> None:
