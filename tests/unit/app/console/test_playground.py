@@ -152,6 +152,12 @@ def test_a_wrong_form_is_refused_in_words_and_samples_nothing(
     assert served[1].seen == []
 
 
+def test_a_sample_beside_a_model_that_is_refused_is_cancelled(served: tuple[Api, Standin], browser: Browsers) -> None:
+    both: dict[str, str | list[str]] = {**FORM, "model": [BASE, "org/none"]}
+    assert browser().post("playground", **both).status_code == 404
+    assert served[0].services.oplog.pending() == []
+
+
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
