@@ -12,11 +12,11 @@ import pytest
 import redis
 
 from app import cli
-from app.domain.accounts import Caller
+from app.domain.accounts import KEY_PREFIX, Caller
 from app.domain.results import HOUR_S
 from app.errors import Unauthorized
-from app.services.tenants.authentication import Authenticator
-from app.settings import EngineSettings
+from app.services.tenants.authentication import Authenticator, project_of
+from app.settings import EngineSettings, hash_key
 from app.stores.objects.folder import FolderStore
 from app.stores.pages import LedgerPage, PageFiles
 from app.stores.redis.pages import RedisPages
@@ -81,6 +81,19 @@ def test_what_is_taken_away_stops(tinsmith, caller_of):
     assert "removed" in tinsmith("admin", "user", "list")
 
 
+def test_a_key_for_some_days_expires_and_the_list_says_so(tinsmith, caller_of):
+    _, user, lasting = made(tinsmith)
+    create = ("admin", "key", "create", "--user", user, "--days")
+    for_days, expired = tinsmith(*create, "2"), tinsmith(*create, "1e-9")
+    assert caller_of(for_days).user == user
+    with pytest.raises(Unauthorized, match="expired"):
+        caller_of(expired)
+    listed = [line.split("\t") for line in tinsmith("admin", "key", "list").splitlines()[1:]]
+    states = {id_: state.split()[0] for id_, _, _, _, state, *_ in listed}
+    ids = [key.removeprefix(KEY_PREFIX).partition(".")[0] for key in (lasting, for_days, expired)]
+    assert [states[id_] for id_ in ids] == ["active", "until", "expired"]
+
+
 def test_limits_are_set_lifted_and_listed(tinsmith, caller_of):
     project, _, key = made(tinsmith)
     id_ = caller_of(key).key_id
@@ -115,6 +128,14 @@ def test_usage_and_cost_of_a_month_are_listed_by_run(tinsmith, tmp_path, monkeyp
     assert tinsmith("admin", "usage", "mine").splitlines()[1:] == ["\t".join(["total", *[""] * 7, "-"])]
     with pytest.raises(SystemExit):
         cli.main(["admin", "usage", "mine", "--month", "2025-13"])
+
+
+def test_a_project_of_the_settings_is_known_before_its_first_usage(tinsmith, tmp_path, monkeypatch):
+    digest = hash_key("tml-0123456789")
+    (tmp_path / "keys.toml").write_text(f'api_keys = ["{digest}"]\n')
+    monkeypatch.setenv("TINSMITH_SETTINGS", str(tmp_path / "keys.toml"))
+    assert tinsmith("admin", "usage", project_of(digest)).splitlines()[1:] == ["\t".join(["total", *[""] * 7, "-"])]
+    assert tinsmith("admin", "audit", project_of(digest)) == ""
 
 
 def test_rebuild_brings_accounts_back_to_an_emptied_state_server(tinsmith, caller_of, client):

@@ -126,6 +126,17 @@ def test_a_session_that_was_used_again_is_ended_again_and_its_samples_alone_coun
     assert tinsmith("mine") == (0, "there is nothing to end in mine\n", "")
 
 
+def test_an_expired_session_is_ended_too_so_that_its_client_cannot_reopen_it(
+    oplog: RedisOpLog, client: redis.Redis, tinsmith: Command
+) -> None:
+    records = RedisRecords(client)
+    records.update(Session.namespace, MINE, {"status": '"expired"'})
+    client.zrem(keys.SESSIONS_HEARD, MINE)
+    assert json.loads(tinsmith(MINE, "--yes", "--json")[1])["sessions"] == [MINE]
+    session = records.find(Session, MINE)
+    assert session is not None and session.status == "interrupted"
+
+
 def test_json_names_what_was_ended(oplog: RedisOpLog, tinsmith: Command) -> None:
     code, out, _ = tinsmith("mine", "--yes", "--json")
     assert (code, json.loads(out)) == (0, {"runs": [RUN], "sessions": [MINE], "calls": 2, "samples": 1})
