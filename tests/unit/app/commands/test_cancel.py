@@ -15,7 +15,8 @@ from app import cli, ids
 from app.domain.records import Checkpoint, Model, Sampler, Session
 from app.domain.results import Result
 from app.errors import Fenced, Gone
-from app.settings import EngineSettings
+from app.services.tenants.authentication import project_of
+from app.settings import EngineSettings, hash_key
 from app.stores.redis import keys
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
@@ -179,6 +180,16 @@ def test_an_unknown_id_is_one_sentence_and_exit_code_1(oplog: RedisOpLog, tinsmi
     code, out, err = tinsmith("nobody", "--yes")
     assert (code, out) == (1, "")
     assert err == "tinsmith: there is no session or project 'nobody'; `tinsmith status --json` lists the runs\n"
+
+
+def test_a_project_without_sessions_has_nothing_to_end(
+    client: redis.Redis, tinsmith: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = hash_key("tml-0123456789")
+    (tmp_path / "keys.toml").write_text(f'api_keys = ["{digest}"]\n')
+    monkeypatch.setenv("TINSMITH_SETTINGS", str(tmp_path / "keys.toml"))
+    project = project_of(digest)
+    assert tinsmith(project) == (0, f"there is nothing to end in {project}\n", "")
 
 
 def test_the_audit_log_has_each_run_that_was_ended(oplog: RedisOpLog, tinsmith: Command, client: redis.Redis) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,25 @@ def test_a_variable_of_the_shell_names_no_other_broker_than_the_stacks(
     assert found == {name: value for name, value in {**os.environ, **found}.items() if name != "TINSMITH_BROKER_URL"}
 
 
+def test_a_config_file_without_servers_leads_another_process_to_those_of_the_stack(
+    options: Options, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.toml").write_text("[prices]\ntraining = 2.0\n")
+    with closing(DataFolder(options.data_dir)):
+        found = connection.environment(replace(options, config=tmp_path / "mine.toml"))
+    assert found[SETTINGS_VARIABLE] == str(options.data_dir / "run" / "settings.toml")
+
+
+def test_the_keys_of_another_object_store_come_from_the_environment(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINSMITH_S3_ACCESS_KEY", "access")
+    monkeypatch.setenv("TINSMITH_S3_SECRET_KEY", "secret")
+    found = connection.settings_of(replace(options, s3="http://other:9000/bucket"))
+    assert (found.redis.url, found.store.url) == ("redis://own:1/0", "http://other:9000/bucket")
+    assert (found.store.access_key, found.store.secret_key) == ("access", "secret")
+
+
 @pytest.mark.parametrize(
     "command", ["status", "top", "logs session:train:0:7", "cancel session", "rebuild", "admin org list", "flower"]
 )
@@ -49,6 +69,14 @@ def test_a_stack_that_has_stopped_is_named(command: str, options: Options, capsy
     assert cli.main([*command.split(), "--data-dir", str(folder)]) == 2
     said = f"tinsmith: the stack on {folder} is not running: start `tinsmith up --data-dir {folder}`\n"
     assert capsys.readouterr().err == said
+
+
+def test_another_server_that_is_away_is_named_and_not_the_stopped_stack(
+    options: Options, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["status", "--data-dir", str(options.data_dir), "--redis", "redis://127.0.0.1:1/0"]) == 2
+    said = capsys.readouterr().err
+    assert "the state server redis://127.0.0.1:1/0 failed" in said and "is not running" not in said
 
 
 @pytest.mark.parametrize(
