@@ -155,6 +155,20 @@ def test_an_admin_sees_the_changes_to_one_run_over_days(api: Api, tenant: Tenant
     assert other not in str(found)
 
 
+def test_a_run_that_came_from_another_project_says_so(
+    api: Api, tenant: Tenant, accounts: AccountService, browser: Browsers
+) -> None:
+    pans = accounts.add_project(tenant.organisation, "pans").id
+    admin = accounts.add_user(tenant.organisation, "both@example.org").id
+    for its in (tenant.project, pans):
+        accounts.set_role(admin, its, "admin")
+    key = accounts.add_key(admin, tenant.project, SCOPES)[1]
+    api.services.sessions.move(tenant.ids["session"], api.services.authenticator(key), pans)
+    run = tenant.ids["model"]
+    (found,) = rows(browser(key).get(f"runs/{run}/events").text, f"Changes to run {run}")
+    assert found[1] == "session move" and tenant.project in str(found) and pans in str(found)
+
+
 def test_the_changes_to_a_run_are_seen_by_its_admins_alone(tenant: Tenant, browser: Browsers) -> None:
     run = tenant.ids["model"]
     member, stranger = browser(tenant.key("member")), browser(KEY)
