@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import redis
@@ -12,6 +13,7 @@ import redis
 from app import cli
 from app.domain.adapters import TENSORS_FILE, rows
 from app.domain.records import BaseModelInfo, Checkpoint, Worker
+from app.errors import Unavailable
 from app.services.base_models import SHAPES as REPORT
 from app.services.base_models import WEIGHTS
 from app.settings import hash_key
@@ -92,6 +94,23 @@ def test_the_project_is_chosen_where_there_are_several_and_its_storage_counted(t
     code, _, said = tinsmith(*command, "--project", project)
     assert (code, "storage_bytes" in said) == (2, True)
     assert "operator" in tinsmith("admin", "audit", project)[1]
+
+
+def test_an_import_that_fails_midway_leaves_its_room_to_the_next(
+    tinsmith: Command, client: redis.Redis, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    organisation = tinsmith("admin", "org", "create", "Tinkers")[1]
+    project = tinsmith("admin", "project", "create", "kettles", "--org", organisation)[1]
+    adapter = write_files(folder, peft_files(ALL, 4))
+    command = ("import", adapter, "--base-model", BASE, "--project", project)
+    first = checkpoint(client, tinsmith(*command)[1])
+    tinsmith("admin", "limits", "set", project, "--storage-bytes", f"{5 * first.size_bytes // 2}")
+    with monkeypatch.context() as outage:
+        outage.setattr(FolderStore, "put_new", Mock(side_effect=Unavailable("the disk is full")))
+        assert tinsmith(*command)[0] == 1
+    assert checkpoint(client, tinsmith(*command)[1]).size_bytes == first.size_bytes
+    code, _, said = tinsmith(*command)
+    assert (code, "storage_bytes" in said) == (2, True)
 
 
 def test_a_folder_that_is_refused_is_one_line_and_exit_code_2(
