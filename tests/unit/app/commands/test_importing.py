@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import redis
 
 from app import cli
-from app.domain.adapters import TENSORS_FILE, rows
+from app.domain.adapters import CONFIG_FILE, TENSORS_FILE, rows
 from app.domain.records import BaseModelInfo, Checkpoint, Worker
 from app.errors import Unavailable
 from app.services.base_models import SHAPES as REPORT
@@ -73,6 +74,8 @@ def test_an_adapter_becomes_a_checkpoint_of_the_only_project(
     assert (found.lora["rank"], found.lora["alpha"], found.lora["train_unembed"]) == (4, 8.0, False)
     store = FolderStore(tmp_path / "objects", "", "http://x")
     assert store.read(f"{found.prefix}/{TENSORS_FILE}") == files[TENSORS_FILE]
+    config = json.loads(store.read(f"{found.prefix}/{CONFIG_FILE}"))
+    assert config["base_model_name_or_path"] == BASE, "the file of the folder names a place on another machine"
 
 
 def test_all_weights_of_a_model_become_a_full_checkpoint(tinsmith: Command, client: redis.Redis, folder: Path) -> None:
