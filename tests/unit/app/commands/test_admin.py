@@ -83,13 +83,16 @@ def test_what_is_taken_away_stops(tinsmith, caller_of):
 
 def test_a_key_for_some_days_expires_and_the_list_says_so(tinsmith, caller_of):
     _, user, lasting = made(tinsmith)
+    today = str(datetime.now(UTC).date())
     create = ("admin", "key", "create", "--user", user, "--days")
     for_days, expired = tinsmith(*create, "2"), tinsmith(*create, "1e-9")
     assert caller_of(for_days).user == user
     with pytest.raises(Unauthorized, match="expired"):
         caller_of(expired)
     listed = [line.split("\t") for line in tinsmith("admin", "key", "list").splitlines()[1:]]
-    states = {id_: state.split()[0] for id_, _, _, _, state, *_ in listed}
+    states = {id_: state.partition(" ")[0] for id_, _, _, _, state, *_ in listed}
+    (until,) = (state.partition(" ")[2] for _, _, _, _, state, *_ in listed if state.startswith("until"))
+    assert until > today, "a day has 86,400 s"
     ids = [key.removeprefix(KEY_PREFIX).partition(".")[0] for key in (lasting, for_days, expired)]
     assert [states[id_] for id_ in ids] == ["active", "until", "expired"]
 
