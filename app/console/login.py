@@ -87,6 +87,8 @@ def add(blueprint: Blueprint) -> None:
         try:
             g.caller = services().authenticator.holder(session.get(_KEY, ""))
         except Unauthorized:
+            if _KEY in session:
+                session.clear()
             return _to_login()
         return None
 

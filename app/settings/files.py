@@ -94,7 +94,7 @@ def without_secret_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_secrets(raw: dict[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    # Containers pass on an unset variable as an empty one.
+    # Containers pass on an unset variable as an empty one, so an empty one counts as unset.
     for variable, (section, key) in _IN_SECTIONS.items():
         values = raw.setdefault(section, {}) if environ.get(variable) else None
         if isinstance(values, dict):  # a value that is not a section is refused later

@@ -160,8 +160,8 @@ def test_a_run_that_came_from_another_project_says_so(
 ) -> None:
     pans = accounts.add_project(tenant.organisation, "pans").id
     admin = accounts.add_user(tenant.organisation, "both@example.org").id
-    for its in (tenant.project, pans):
-        accounts.set_role(admin, its, "admin")
+    for project in (tenant.project, pans):
+        accounts.set_role(admin, project, "admin")
     key = accounts.add_key(admin, tenant.project, SCOPES)[1]
     api.services.sessions.move(tenant.ids["session"], api.services.authenticator(key), pans)
     run = tenant.ids["model"]

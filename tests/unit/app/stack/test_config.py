@@ -76,7 +76,7 @@ def test_the_operators_key_from_the_environment_is_also_an_api_key(file):
 
 
 @pytest.mark.parametrize("variable", SECRET_VARIABLES)
-def test_an_empty_variable_leaves_the_file_as_it_is(variable, file):
+def test_an_empty_variable_leaves_what_the_file_says(variable, file):
     """A container passes on an unset variable as an empty one: an empty URL would start an embedded Valkey."""
     at_the_top = f'url_secret = "{"f" * 32}"\ncapture_secret = "{"c" * 32}"\n'
     file.write_text(f'{at_the_top}{TOML}[store]\naccess_key = "access"\nsecret_key = "secret"\n')

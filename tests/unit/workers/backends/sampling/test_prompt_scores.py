@@ -82,7 +82,8 @@ def test_only_what_is_asked_of_the_prompt_needs_its_logits():
 
 def test_alternatives_have_random_numbers_of_their_own():
     """A sample that followed the alternatives would tell nothing that they do not."""
-    scorer = PromptScorer(request := SampleRequest(PROMPT, 1, 1, 7, prompt_alternatives=1), CPU)
+    request = SampleRequest(PROMPT, 1, 1, 7, prompt_alternatives=1)
+    scorer = PromptScorer(request, CPU)
     scorer.add(0, torch.zeros(LENGTH - 1, 1000))
     found = output(request, [], scorer.flat().numpy()).prompt_alternatives.tokens[:, 0]
     for index in range(3):

@@ -243,7 +243,7 @@ def test_the_plain_weights_of_a_sampler_that_was_killed_are_removed_and_those_of
 
 
 class OneToken:
-    """Stand-in for vLLM's engine. It gives each request one token, and scores unless they come from its cache."""
+    """Stand-in for vLLM's engine. It gives each request one token, and scores only to one that skips its cache."""
 
     def __init__(self, reason: str = "length") -> None:
         self.reason = reason
