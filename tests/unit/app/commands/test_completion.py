@@ -55,7 +55,7 @@ def test_each_shell_has_its_script_with_every_command(shell: str, capsys: pytest
     assert {"bash": "complete -o", "zsh": "#compdef tinsmith", "fish": "complete -c tinsmith"}[shell] in text
     assert all(command in text for command in ("doctor", "init", "models", "completion", "--data-dir"))
     if shell != "bash":
-        assert "write a config file for this machine" in text and "is a comment with its default" not in text
+        assert "write a config file for this machine" in text and "as a comment with its default" not in text
 
 
 def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

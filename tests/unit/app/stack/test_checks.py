@@ -252,10 +252,13 @@ def test_a_sampler_that_is_not_vllm_or_does_not_start_does_not_need_it(sampler: 
     checks.vllm(base_model(sampler=sampler))
 
 
-def test_a_gpu_without_vllm_is_not_noticed_where_no_sampler_starts(tmp_path, monkeypatch):
+@pytest.mark.parametrize("count", [1, 0])
+def test_a_gpu_without_vllm_is_noticed_only_where_a_sampler_starts(tmp_path, installed, monkeypatch, count):
+    installed(torch="2.13.0")
     monkeypatch.setattr(checks, "installed_version", lambda name: "")
-    settings = Settings(base_models=(base_model(sampler=SamplerSettings(count=0)),))
-    assert not checks.lacks_vllm(settings, tmp_path)
+    (tmp_path / "driver/0000:3b:00.0").mkdir(parents=True)
+    settings = Settings(base_models=(base_model(sampler=SamplerSettings(count=count)),))
+    assert checks.lacks_vllm(settings, tmp_path / "driver") == bool(count)
 
 
 @pytest.mark.parametrize(

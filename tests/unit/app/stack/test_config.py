@@ -102,7 +102,7 @@ def test_the_given_key_is_the_only_one_and_kept_as_a_digest():
 def test_a_key_the_sdk_would_refuse_is_refused_without_repeating_it(key):
     with pytest.raises(SetupError, match="--api-key must start with 'tml-'") as caught:
         resolve(Options(api_key=key), {})
-    assert key not in str(caught.value).split()
+    assert key == "tml-" or key not in str(caught.value)
 
 
 @pytest.mark.parametrize("variable", ["TINSMITH_API_KEY", "TINSMITH_OPERATOR_KEY"])

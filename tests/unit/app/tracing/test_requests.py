@@ -107,7 +107,10 @@ def test_without_tracing_a_future_has_no_field_for_it_and_is_polled_as_ever(api:
 
 
 def test_without_tracing_the_api_loads_no_exporter():
-    code = "import sys, app.web; print('opentelemetry.exporter' in sys.modules)"
+    code = (
+        "import sys, app.web; from app.settings import TracingSettings; from app.tracing import tracer; "
+        "tracer.create(TracingSettings(), 'tests'); print('opentelemetry.exporter' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

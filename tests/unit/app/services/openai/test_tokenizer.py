@@ -156,29 +156,26 @@ def test_a_text_that_no_context_holds_is_not_tokenized(tmp_path: Path):
 
 
 def test_a_tokenizer_that_is_being_fetched_delays_no_other(tmp_path: Path):
-    asked, over = threading.Event(), threading.Event()
+    asked, over, read_one = threading.Event(), threading.Event(), threading.Event()
 
-    class Bases:
-        def tokenizer(self, name: str) -> str:
-            if name == "slow":
+    class Cache(HubCache):
+        def folder(self, source: str) -> Path:
+            if source == "slow":
                 asked.set()
                 over.wait(600)
-            return str(tmp_path)
+            return tmp_path
 
     byte_tokenizer(tmp_path)
-    tokenizers = Tokenizers(cast(BaseModels, Bases()), HubCache())
-    known = tokenizers.of("fast")
-    thread = threading.Thread(target=tokenizers.of, args=("slow",))
-    thread.start()
+    tokenizers = Tokenizers(cast(BaseModels, Sources(slow="slow", other="other")), Cache())
+    slow = threading.Thread(target=tokenizers.of, args=("slow",))
+    other = threading.Thread(target=lambda: tokenizers.of("other") and read_one.set(), daemon=True)
+    slow.start()
     assert asked.wait(60)
-    found: list[object] = []
-    other = threading.Thread(target=lambda: found.append(tokenizers.of("fast")), daemon=True)
     other.start()
-    other.join(60)
-    meanwhile = list(found)
+    was_read = read_one.wait(60)
     over.set()
-    thread.join()
-    assert meanwhile == [known]
+    slow.join()
+    assert was_read
 
 
 def test_a_hub_that_is_silent_delays_no_tokenizer_on_this_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -28,13 +28,17 @@ def waiting_thread(waiter: Waiter, request_id: str, check=lambda: False) -> thre
 
 def test_a_publication_wakes_its_own_waiters_and_no_others(client: redis.Redis, valkey: str):
     waiter = Waiter(connect(valkey))
-    mine, also_mine, other = (waiting_thread(waiter, rid) for rid in ("a", "a", "b"))
-    client.publish(keys.DONE_CHANNEL, "a")
+    mine, also_mine = (waiting_thread(waiter, "a") for _ in range(2))
+    others, later = threading.Event(), threading.Event()
+    with waiter.watch("b", others.set), waiter.watch("c", later.set):
+        for id_ in "ac":
+            client.publish(keys.DONE_CHANNEL, id_)
+        assert later.wait(60)
+        assert not others.is_set()
     mine.join(60)
     also_mine.join(60)
     assert not mine.is_alive()
     assert not also_mine.is_alive()
-    assert other.is_alive()
 
 
 def test_a_result_that_was_there_before_is_not_waited_for(valkey: str):
