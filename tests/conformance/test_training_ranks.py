@@ -155,11 +155,11 @@ def test_rank_0_fails_at_once_and_closes_without_waiting_when_a_rank_is_gone(
 def test_a_rank_ends_when_rank_0_is_gone(base: Path, tmp_path: Path) -> None:
     leader, follower = run_ranks(base, tmp_path, 2, "vanish")
     assert leader == 0
-    assert follower != 0
+    assert follower not in (0, None)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_of_which_one_could_not_read_a_checkpoint_do_not_go_on(base: Path, tmp_path: Path, rank: int) -> None:
     leader, follower = run_ranks(base, tmp_path, 2, f"rank {rank} reads nothing")
     assert leader == 0
-    assert follower != 0
+    assert follower not in (0, None)

@@ -222,8 +222,9 @@ def read_nothing() -> None:
     peft_files.read = unreadable
 
 
-def end_apart(backend: Trainer, folder: Path) -> None:
-    """One rank has read a checkpoint and the other has not: the group is not healthy any more."""
+def end_apart(backend: Trainer, folder: Path, follower: int) -> None:
+    """One rank has read a checkpoint and the other has not: the group is not healthy any more, and the other rank
+    ends by itself."""
     backend.apply({"a": Create(LoraSpec(rank=4, seed=1))})
     folder.mkdir()
     backend.capture("a", optimizer=True)(folder)
@@ -234,7 +235,12 @@ def end_apart(backend: Trainer, folder: Path) -> None:
         assert not backend.healthy()
     else:
         raise AssertionError("it went on")
-    os._exit(0)
+    state = Path(f"/proc/{follower}/stat")
+    for _ in range(600):
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            os._exit(0)
+        time.sleep(0.1)
+    raise AssertionError("the other rank goes on")
 
 
 def main(settings: str, folder: str, end: str) -> None:
@@ -251,7 +257,7 @@ def main(settings: str, folder: str, end: str) -> None:
         backend.follow()
         ranks.end()
     if end.endswith("reads nothing"):
-        end_apart(backend, Path(folder) / "checkpoint")
+        end_apart(backend, Path(folder) / "checkpoint", int(pid.read_text()))
     if end == "alone":
         end_alone(backend, int(pid.read_text()))
     found = run(backend, Path(folder) / "checkpoint")

@@ -314,6 +314,11 @@ def test_an_op_without_routes_beside_one_with_routes_has_the_bits_that_it_has_al
     replayed = run(trainer, "a", op_of(datums, free))
     assert np.array_equal(alone.logprobs.values, replayed.logprobs.values)
     assert state(trainer, "a", tmp_path / "replayed") == before
+    for name in "ab":
+        train(trainer, name, 1)
+    chosen = [np.full_like(one, 1) - np.arange(2, dtype=np.uint8) for one in free]
+    beside = trainer.apply({"a": plain, "b": op_of(datums, chosen)})["a"]
+    np.testing.assert_allclose(alone.logprobs.values, beside.logprobs.values, rtol=1e-5, atol=1e-5)
 
 
 def test_without_the_setting_a_sampler_keeps_no_routes(tmp_path: Path) -> None:

@@ -126,8 +126,11 @@ def test_settings_do_not_show_their_secrets(tmp_path: Path) -> None:
         Settings(
             data_dir=tmp_path,
             url_secret=SECRET_CANARY,
-            redis=RedisSettings(url=f"redis://:{SECRET_CANARY}@redis:6379/0"),
-            store=StoreSettings(access_key="user", secret_key=SECRET_CANARY),
+            capture_secret=SECRET_CANARY,
+            redis=RedisSettings(
+                url=f"redis://:{SECRET_CANARY}@redis:6379/0", broker_url=f"redis://:{SECRET_CANARY}@broker:6379/0"
+            ),
+            store=StoreSettings(access_key=SECRET_CANARY, secret_key=SECRET_CANARY),
             tracing=TracingSettings(endpoint=f"http://user:{SECRET_CANARY}@collector:4318"),
         )
     )

@@ -120,6 +120,7 @@ def test_an_option_overrides_a_variable_also_in_the_processes(tmp_path, model, m
 def test_the_processes_use_no_broker_that_a_variable_names_beside_the_embedded_servers(tmp_path, model, monkeypatch):
     monkeypatch.setenv("TINSMITH_BROKER_URL", "redis://environment:6379/1")
     made = plan(tmp_path / "data", model, os.environ)
+    assert "127.0.0.1" in made.settings.broker_url
     assert read_by_a_process(made, tmp_path / "log") == made.settings
 
 

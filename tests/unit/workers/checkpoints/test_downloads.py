@@ -67,8 +67,15 @@ def test_what_is_whole_and_wrong_twice_is_damaged(tmp_path: Path):
 
 
 def test_what_is_missing_is_not_asked_for_again(tmp_path: Path):
+    class Missing(Line):
+        def read(self, key: str) -> bytes:
+            self.asked += 1
+            raise NotFound(key)
+
+    line = Missing(tmp_path, [])
     with pytest.raises(NotFound):
-        transfer.fetch_file(FolderStore(tmp_path, "s", "http://x"), KEY, tmp_path / "file", ENTRY)
+        transfer.fetch_file(line, KEY, tmp_path / "file", ENTRY)
+    assert line.asked == 1
 
 
 def test_a_manifest_that_was_cut_short_is_read_again(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -273,7 +274,9 @@ def test_settle_does_not_wait_longer_than_it_may(world: World, store: Shaky):
     worker = world.worker("a/1", store=store)
     train(world, worker, [0])
     store.gate.clear()
+    began = time.monotonic()
     worker.snapshots.settle(worker.owner.residents()[MODEL], within_s=0.2)
+    assert time.monotonic() - began < WITHIN_S / 2
     assert pointer(world) == ""
     store.gate.set()
     world.await_snapshot(2)

@@ -77,10 +77,13 @@ def test_deepspeed_logs_nothing_below_a_warning(tmp_path: Path, caplog: pytest.L
     logger, trainer = logging.getLogger("DeepSpeed"), {"backend": "deepspeed", "zero_stage": 1}
     base = architectures.build("llama", tmp_path)
     logger.addHandler(caplog.handler)
+    before = logger.level
+    logger.setLevel(logging.INFO)  # as a user's DS_LOG_LEVEL may set it
     try:
         backends.create(BaseModelSettings(name="t", path=str(base), trainer=trainer)).open()
     finally:
         logger.removeHandler(caplog.handler)
+        logger.setLevel(before)
     assert [one for one in caplog.records if one.name == logger.name and one.levelno < logging.WARNING] == []
 
 

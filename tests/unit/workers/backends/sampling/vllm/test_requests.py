@@ -164,8 +164,10 @@ def test_the_second_runners_worker_scores_our_requests_and_forgets_them():
     worker = second_worker()
     assert second_step(worker, 0, 600) == {}
     check(WHOLE, second_step(worker, 600, 400)["ours"])
+    worker = second_worker()
+    assert second_step(worker, 0, 600) == {}
     worker.remove_request("ours")
-    assert second_step(worker, 0, LENGTH) == {}
+    assert second_step(worker, 600, 400) == {}
 
 
 def test_the_second_runners_worker_scores_no_request_again_that_was_preempted_after_its_first_token():
