@@ -126,6 +126,11 @@ def test_a_run_that_goes_on_is_told_of_every_ten_seconds(records, client, news, 
     assert news() == []
 
 
+def test_a_line_is_due_ten_seconds_after_the_one_before():
+    said, further = run_news._Said(1, 100, at=1000.0), run_news._Run(2, 200)
+    assert [said.is_due(further, now) for now in (1009.9, 1010.0)] == [False, True]
+
+
 def test_of_hundreds_of_runs_a_few_lines_are_printed(records, client, news):
     for number in range(300):
         run(records, client, number)

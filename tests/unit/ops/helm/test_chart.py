@@ -332,5 +332,8 @@ def test_every_service_and_policy_selects_pods_and_names_their_ports(name: str):
         labels = selector.get("matchLabels", selector)
         selected = [pod for pod in every if labels.items() <= pod["metadata"]["labels"].items()]
         assert selected, one["metadata"]["name"]
-        ports = {port["name"] for pod in selected for each in pod["spec"]["containers"] for port in each["ports"]}
-        assert {port["targetPort"] for port in spec.get("ports", [])} <= ports
+        listening = [port for pod in selected for each in pod["spec"]["containers"] for port in each["ports"]]
+        names = {port["name"] for port in listening}
+        assert {port["targetPort"] for port in spec.get("ports", [])} <= names
+        admitted = {port["port"] for rule in spec.get("ingress", []) for port in rule.get("ports", [])}
+        assert admitted <= names | {port["containerPort"] for port in listening}

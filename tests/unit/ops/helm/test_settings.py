@@ -100,10 +100,10 @@ def test_every_secret_of_the_settings_comes_from_the_secret_of_the_cluster(tmp_p
 
 
 def test_processes_that_trace_have_the_key_of_the_collector():
-    traced = ("api", "trainer", "sampler")
-    for container in (one for manifest in chart.render(values("cpu-demo")) for one in chart.containers(manifest)):
-        if container["name"] in traced:
-            assert environment(container)["OTEL_EXPORTER_OTLP_HEADERS"] == "hush"
+    every = [one for manifest in chart.render(values("cpu-demo")) for one in chart.containers(manifest)]
+    traced = [one for one in every if one["name"] in ("api", "worker")]
+    assert [one["name"] for one in traced] == ["api", "worker", "worker"]
+    assert [environment(one)["OTEL_EXPORTER_OTLP_HEADERS"] for one in traced] == ["hush"] * 3
 
 
 def test_values_that_toml_writes_otherwise_than_json_reach_the_processes(tmp_path: Path):

@@ -215,15 +215,15 @@ def test_a_role_is_only_had_in_ones_own_organisation(accounts):
 def test_what_is_not_there_is_named(accounts):
     user, project = member(accounts)
     calls = [
-        lambda: accounts.add_project("org-0", "x"),
-        lambda: accounts.add_user("org-0", "x"),
-        lambda: accounts.set_role("user-0", project.id, "member"),
-        lambda: accounts.set_role(user.id, "project-0", "member"),
-        lambda: accounts.remove_user("user-0"),
-        lambda: accounts.revoke("0"),
+        ("organisation 'org-0'", lambda: accounts.add_project("org-0", "x")),
+        ("organisation 'org-0'", lambda: accounts.add_user("org-0", "x")),
+        ("user 'user-0'", lambda: accounts.set_role("user-0", project.id, "member")),
+        ("project 'project-0'", lambda: accounts.set_role(user.id, "project-0", "member")),
+        ("user 'user-0'", lambda: accounts.remove_user("user-0")),
+        ("key '0'", lambda: accounts.revoke("0")),
     ]
-    for call in calls:
-        with pytest.raises(NotFound, match="there is no"):
+    for name, call in calls:
+        with pytest.raises(NotFound, match=f"there is no {name}"):
             call()
     before = everything(accounts)
     for name in ("", " ", "a\nb", "x" * 201):

@@ -31,6 +31,11 @@ def ask(oplog: RedisOpLog, seq: int, sequences: int = 1) -> str:
     return request_id
 
 
+def since(client: redis.Redis, asked: list[str], step_ms: int = 1) -> None:
+    """Sets since when each request waits."""
+    client.zadd("tinsmith:pending", {request_id: 1000 + step_ms * i for i, request_id in enumerate(asked)})
+
+
 def test_where_nothing_waits_there_is_nothing(backlog: RedisBacklog, oplog: RedisOpLog) -> None:
     assert backlog.unfinished(10) == Unfinished([], [], {})
     assert backlog.seqs([]) == {}
@@ -69,17 +74,16 @@ def test_an_op_of_a_worker_that_is_gone_does_not_run(
 
 
 def test_samples_are_listed_as_they_came_until_they_end(
-    backlog: RedisBacklog, oplog: RedisOpLog, monkeypatch: pytest.MonkeyPatch
+    backlog: RedisBacklog, oplog: RedisOpLog, client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_SLICE", 2)
     asked = [ask(oplog, seq) for seq in (3, 1, 2, 0)]
-    found = backlog.unfinished(10).samples
-    assert {sample.request_id for sample in found} == set(asked)
-    assert set(found) == {WaitingSample(request_id, "me", "sample.base") for request_id in asked}
+    since(client, asked)
+    assert backlog.unfinished(10).samples == [WaitingSample(request_id, "me", "sample.base") for request_id in asked]
     assert oplog.claim_sample(asked[1], "s/1")
     assert backlog.running(asked) == {asked[1]}
     oplog.finish_sample(asked[1], Result(b""))
-    assert {sample.request_id for sample in backlog.unfinished(10).samples} == set(asked) - {asked[1]}
+    assert [sample.request_id for sample in backlog.unfinished(10).samples] == [asked[0], *asked[2:]]
     assert backlog.running(asked) == set()
 
 
@@ -128,7 +132,7 @@ def test_each_request_is_counted_once_while_others_end(
 ) -> None:
     monkeypatch.setattr(module, "_SLICE", 2)
     asked = [ask(oplog, seq) for seq in range(7)]
-    client.zadd("tinsmith:pending", {request_id: 1000 + step_ms * seq for seq, request_id in enumerate(asked)})
+    since(client, asked, step_ms)
     reading = backlog._waiting()
     next(reading)
     for request_id in asked[:2]:
@@ -146,10 +150,12 @@ def test_a_request_that_ended_between_two_reads_waits_no_more(
     assert backlog.by_queue()["sample.base"].number == 1
 
 
-def test_of_more_than_are_asked_for_the_first_are_returned(backlog: RedisBacklog, oplog: RedisOpLog) -> None:
-    for seq in range(6):
-        ask(oplog, seq)
-    assert len(backlog.unfinished(4).samples) == 4
+def test_of_more_than_are_asked_for_the_first_are_returned(
+    backlog: RedisBacklog, oplog: RedisOpLog, client: redis.Redis
+) -> None:
+    asked = [ask(oplog, seq) for seq in (3, 5, 1, 4, 0, 2)]
+    since(client, asked)
+    assert [sample.request_id for sample in backlog.unfinished(4).samples] == asked[:4]
 
 
 def test_models_beyond_a_slice_are_all_there(

@@ -13,6 +13,14 @@ from tests.servers import free_port, start_valkey
 NEVER = 600.0
 
 
+def listening(client: redis.Redis) -> Waiter:
+    """A waiter whose channel receives. The start of a channel wakes everybody, as a message would."""
+    waiter = Waiter(client)
+    with waiter.watch("none", lambda: None):
+        assert waiter._done.listening.wait(60)
+    return waiter
+
+
 def waiting_thread(waiter: Waiter, request_id: str, check=lambda: False) -> threading.Thread:
     registered = threading.Event()
 
@@ -27,7 +35,7 @@ def waiting_thread(waiter: Waiter, request_id: str, check=lambda: False) -> thre
 
 
 def test_a_publication_wakes_its_own_waiters_and_no_others(client: redis.Redis, valkey: str):
-    waiter = Waiter(connect(valkey))
+    waiter = listening(connect(valkey))
     mine, also_mine = (waiting_thread(waiter, "a") for _ in range(2))
     others, later = threading.Event(), threading.Event()
     with waiter.watch("b", others.set), waiter.watch("c", later.set):
@@ -50,7 +58,7 @@ def test_a_result_that_was_there_before_is_not_waited_for(valkey: str):
 def test_a_restarted_server_wakes_everybody_and_later_publications_arrive(tmp_path):
     port = free_port()
     with start_valkey(tmp_path, port) as url:
-        waiter = Waiter(connect(url))
+        waiter = listening(connect(url))
         held = waiting_thread(waiter, "a")
     held.join(60)
     assert not held.is_alive()

@@ -205,7 +205,11 @@ def test_thousands_are_paused_and_resumed_in_slices(samples, lifecycle, client):
     for seq in range(1000):
         admit(samples, "dead", seq)
     fall_silent(client, "dead")
+    client.config_resetstat()
     assert lifecycle.pause_samples() == 1000
+    assert client.info("commandstats")["cmdstat_evalsha"]["calls"] >= 1000 / 200
     lifecycle.heartbeat("dead")
+    client.config_resetstat()
     assert lifecycle.resume_samples() == 1000
+    assert client.info("commandstats")["cmdstat_evalsha"]["calls"] >= 1000 / 200
     assert client.zcard(f"{keys.PREFIX}held:{QUEUE}/dead") == 1000

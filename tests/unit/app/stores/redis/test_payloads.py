@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -344,23 +345,25 @@ def test_readers_find_a_payload_at_every_moment_of_its_move(
     lease = own(oplog)
     for seq in range(40):
         admit(oplog, seq, 5 * KB)
-    wrong: list[int] = []
-    moved = threading.Event()
+    begun, moved = threading.Barrier(3), threading.Event()
 
     def read() -> None:
+        begun.wait(60)
         while not moved.is_set():
-            wrong.extend(seq for seq in range(40) if oplog.entry(MODEL, seq).payload != content(seq, 5 * KB))
-            wrong.extend([0] if oplog.next(lease, 0).payload != content(0, 5 * KB) else [])
+            for seq in range(40):
+                assert oplog.entry(MODEL, seq).payload == content(seq, 5 * KB)
+            assert oplog.next(lease, 0).payload == content(0, 5 * KB)
 
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    for seq in range(40):
-        assert payloads.spill(f"{MODEL}:{seq}")
-    moved.set()
-    for reader in readers:
-        reader.join()
-    assert wrong == []
+    with ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(read) for _ in range(2)]
+        begun.wait(60)
+        try:
+            for seq in range(40):
+                assert payloads.spill(f"{MODEL}:{seq}")
+        finally:
+            moved.set()
+        for reader in readers:
+            reader.result()
 
 
 def test_a_repeated_large_call_leaves_no_staged_copy(oplog: RedisOpLog, client: redis.Redis):
