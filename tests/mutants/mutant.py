@@ -21,5 +21,6 @@ class Mutant:
     slow: bool = False
 
     @property
-    def test_file(self) -> str:
-        return self.tests.rpartition(" ")[2].partition("::")[0]
+    def folder(self) -> str:
+        """The folder of its tests."""
+        return self.tests.rpartition(" ")[2].partition("::")[0].rpartition("/")[0]

@@ -200,11 +200,11 @@ OTHERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("Roberta", {}),
 }
 
-VLLM_ALWAYS = ("olmo3", "gemma3", "gemma4")
+VLLM_ALWAYS = ("gemma3", "gemma4")
 """The cases that the tests run in vLLM every time: a start takes 20 s and more on two free cores."""
 VLLM = (
-    *(*VLLM_ALWAYS, "llama", "mistral, window", "phi3", "granite", "olmo2", "gemma2", "cohere", "gemma"),
-    "smollm3",
+    *(*VLLM_ALWAYS, "llama", "mistral, window", "phi3", "granite", "olmo2", "olmo3", "gemma2", "cohere"),
+    *("gemma", "smollm3"),
 )
 """The cases that `make families` runs in vLLM's CPU build, with and without an adapter."""
 VLLM_FULL = ("qwen3-moe", "glm4-moe")

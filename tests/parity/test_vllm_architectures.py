@@ -47,7 +47,8 @@ def values_that_are_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def a_vocabulary_that_vllm_pads(monkeypatch: pytest.MonkeyPatch) -> None:
     """OLMo 3's vocabulary is no multiple of 64 (100,278), so vLLM's logits are wider than an adapter on its head."""
-    monkeypatch.setitem(architectures.CASES["olmo3"][1], "vocab_size", VOCAB_SIZE + 3)
+    for case in ("olmo3", "llama"):
+        monkeypatch.setitem(architectures.CASES[case][1], "vocab_size", VOCAB_SIZE + 3)
 
 
 @pytest.fixture(autouse=True)

@@ -121,6 +121,7 @@ MUTANTS = (
         "time.monotonic() - self._renewed.get(id_, -math.inf) < self._lease_s",
         "id_ in self._renewed",
         "tests/property/test_leases.py",
+        slow=True,
     ),
     # Lost gradients.
     Mutant(

@@ -233,6 +233,7 @@ MUTANTS = (
         "return self._inside[project] < shares(self._weights, self._batch)[project]",
         "return False",
         "tests/unit/workers/sample/test_fair_batch.py",
+        slow=True,
     ),
     Mutant(
         "vLLM: slots in reserve",

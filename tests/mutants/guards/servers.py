@@ -162,6 +162,7 @@ MUTANTS = (
         "socket_timeout=ANSWER_S",
         "socket_timeout=None",
         f"{_DEAD}::test_a_lease_never_lapses_when_the_connection_falls_silent[stopped]",
+        slow=True,
     ),
     Mutant(
         "connections: a channel must answer",
