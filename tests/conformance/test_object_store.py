@@ -283,9 +283,17 @@ def test_a_signed_url_for_another_key_is_refused(store: ObjectStore, download: C
         download(store.presign("a/mine", 60).replace("/mine", "/else"))
 
 
+def lifetime_s(url: str) -> float:
+    """The seconds that a signed URL has left; for one of an S3 server, those that it was signed for."""
+    query = parse_qs(urlsplit(url).query)
+    return int(query["expires"][0]) - time.time() if "expires" in query else int(query["X-Amz-Expires"][0])
+
+
 def test_a_signed_url_stops_working_when_it_expires(store: ObjectStore, download: Callable[[str], bytes]):
     store.put_new(KEY, b"weights")
     url = store.presign(KEY, 1)
+    assert lifetime_s(url) <= 1
+    assert lifetime_s(store.presign_put(KEY, 1, 10)) <= 1
     deadline = time.monotonic() + 120
     with pytest.raises(Forbidden):
         while time.monotonic() < deadline:

@@ -107,7 +107,7 @@ def test_storage_is_what_the_checkpoints_take(admin: tinker.AdminClient, rest: t
     checkpoints = rest.list_user_checkpoints(limit=1000).result().checkpoints
     stored = admin.get_current_checkpoint_storage_usage().result()
     assert sum(item.checkpoint_count for item in stored.data) == len(checkpoints) > 0
-    assert sum(item.size_bytes for item in stored.data) == sum(found.size_bytes or 0 for found in checkpoints)
+    assert sum(item.size_bytes for item in stored.data) == sum(found.size_bytes for found in checkpoints)
     assert {item.project_id for item in stored.data} == {project}
     same = [
         awaited(admin.get_current_checkpoint_storage_usage_async()),

@@ -9,12 +9,14 @@ from types import SimpleNamespace
 import pyrage
 import pytest
 
+from app.domain.checkpoints import MANIFEST
 from app.domain.ops import SaveWeights
+from app.domain.records import Checkpoint
 from app.errors import Requeue
 from app.stores.objects.folder import FolderStore
 from tests import ssh_keys
-from tests.unit.workers.conftest import World
-from workers.backends.training.base import Writer
+from tests.unit.workers.conftest import MODEL, World
+from workers.backends.training.base import ADAPTER_FILE, Writer
 from workers.checkpoints.writer import encrypt
 
 CONTENT = {"adapter_config.json": b'{"r": 8}', "adapter_model.safetensors": b"\x00" * 300_000}
@@ -79,6 +81,19 @@ def test_a_killed_save_leaves_nothing_behind_the_next_start_of_its_worker(world:
     assert all(left.is_dir() for left in store.left), "another worker may still write them"
     world.worker("a/2", store=store)
     assert not any(left.exists() for left in store.left)
+
+
+def test_the_size_of_a_checkpoint_is_that_of_its_files(world: World):
+    worker = world.worker("a/1")
+    worker.handle(0, "create_model")
+    world.admit(1, SaveWeights("weights", "kept"))
+    worker.handle(1, "save_weights")
+    checkpoint = world.records.find(Checkpoint, f"tinker://{MODEL}/weights/kept")
+    assert checkpoint is not None
+    files = (world.folder / "objects" / checkpoint.prefix).iterdir()
+    sizes = {file.name: file.stat().st_size for file in files if file.name != MANIFEST}
+    assert (checkpoint.files, checkpoint.size_bytes) == (sorted(sizes), sum(sizes.values()))
+    assert ADAPTER_FILE in sizes
 
 
 def test_only_weights_for_samplers_are_rounded(world: World, monkeypatch: pytest.MonkeyPatch):

@@ -44,7 +44,7 @@ __all__ = ["dispatch", "store"]  # the fixtures
 
 def attempts(world: World, seq: int) -> int:
     """Attempts of the Ops that the journal still holds; a snapshot has replaced the others."""
-    return int(world.client.hget(keys.op(f"{MODEL}:{seq}"), "attempts") or 0)
+    return int(world.client.hget(keys.op(f"{MODEL}:{seq}"), "attempts"))
 
 
 @pytest.mark.parametrize("next_is", ["a tick", "another dispatch"])
