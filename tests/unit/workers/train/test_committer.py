@@ -43,7 +43,7 @@ __all__ = ["dispatch", "store"]  # the fixtures
 
 
 def attempts(world: World, seq: int) -> int:
-    """Attempts of the Ops that the journal still holds; a snapshot has replaced the others."""
+    """Attempts of an Op that no snapshot has replaced yet."""
     return int(world.client.hget(keys.op(f"{MODEL}:{seq}"), "attempts"))
 
 
@@ -156,7 +156,8 @@ def test_a_model_that_is_released_leaves_nothing_undone_and_no_attempt(
     assert len(worker.dispatched) == (0 if in_time else 3), "what waits is dispatched"
     successor = world.worker(next_owner, store=FolderStore(world.folder / "objects", "secret", "http://x"))
     assert successor.handle(5, "optim_step") is not None
-    assert [attempts(world, seq) for seq in (3, 4, 5)] == [0, 0, 0]
+    if not in_time:  # else a snapshot has replaced them
+        assert [attempts(world, seq) for seq in (3, 4, 5)] == [0, 0, 0]
     assert logprob_bytes(probe(successor, world, 6)) == undisturbed(world, [0, 1])
 
 
