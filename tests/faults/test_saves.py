@@ -68,6 +68,14 @@ def attempts(run: Run, save: int) -> list[int]:
     return [int(count) for count in found if count is not None]
 
 
+def put_back(run: Run, save: int) -> bool:
+    """True if the journal holds every Op from the save on, without a runner and without an attempt."""
+    found = (
+        run.world.client.hmget(keys.op(run.request_id(seq)), "attempts", "runner") for seq in range(save, run.last + 1)
+    )
+    return all(each == [b"0", None] for each in found)
+
+
 def dies(run: Run, service: Service, proxy: Proxy) -> None:
     service.worker.kill()
     proxy.go_on()
@@ -110,6 +118,8 @@ def test_whatever_happens_in_mid_save_the_run_ends_as_if_it_had_not(
     service = Service.on(run, *nodes)
     save = in_mid_save(run, service, proxy)
     what(run, service, proxy)
+    if what in (ends_in_order, loses_the_store):
+        assert put_back(run, save), "its worker lived"
     service.run_to(run.last)
     counted = attempts(run, save)
     if what in (ends_in_order, loses_the_store):
