@@ -11,6 +11,7 @@ from typing import Any
 
 import pyrage
 import pytest
+import requests
 import tinker
 from safetensors.numpy import load_file
 from tinker import types
@@ -130,6 +131,9 @@ def test_a_copy_holds_the_same_weights_and_cannot_be_trained(
     for path in copies:
         loaded = service.create_training_client_from_state_with_optimizer(path).result()
         assert loaded.forward(supervised(), "cross_entropy").result().metrics["loss:sum"] == expected
+        body = {"model_id": run_of(path), "seq_id": 2, "adam_params": {}}
+        step = requests.post(f"{stack.url}/api/v1/optim_step", json=body, headers={"X-API-Key": API_KEY}, timeout=60)
+        assert (step.status_code, "create a new model" in step.text) == (410, True), step.text
 
 
 def test_sessions_are_listed_found_and_opened(rest: tinker.RestClient, stack: Stack):

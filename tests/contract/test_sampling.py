@@ -14,6 +14,7 @@ from app.stores.redis import keys
 from tests.contract.awaiting import await_true, awaited
 from tests.contract.data import datum, logprobs, sentences, train
 from tests.contract.stack import BASE, Stack
+from tests.models import VOCAB_SIZE
 
 PROMPT = types.ModelInput.from_ints(sentences(1)[0])
 GREEDY = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
@@ -105,8 +106,8 @@ def test_everything_asample_can_ask_is_what_the_sdk_reads(
         sampling_params=types.SamplingParams(max_tokens=5, temperature=0.7, seed=3, stop=[]),
         include_prompt_logprobs=True,
         prompt_logprobs_last_n=3,
-        topk_prompt_logprobs=100,
-        topk_sample_logprobs=30,
+        topk_prompt_logprobs=VOCAB_SIZE,
+        topk_sample_logprobs=VOCAB_SIZE,
         target_prompt_logprobs=types.TensorData.from_numpy(ids),
         prompt_alt_tokens_k=4,
     ).result()
@@ -116,18 +117,17 @@ def test_everything_asample_can_ask_is_what_the_sdk_reads(
     assert answer.topk_prompt_logprobs[:-3] == [None] * (len(tokens) - 3)
     for place in range(-3, 0):
         top = dict(answer.topk_prompt_logprobs[place])
-        assert (len(top), list(top.values())) == (100, sorted(top.values(), reverse=True))
-        if tokens[place] in top:
-            np.testing.assert_allclose(top[tokens[place]], answer.prompt_logprobs[place], atol=1e-3)
+        assert (len(top), list(top.values())) == (VOCAB_SIZE, sorted(top.values(), reverse=True))
+        np.testing.assert_allclose(top[tokens[place]], answer.prompt_logprobs[place], atol=1e-3)
         for target, logprob in zip(ids[place], answer.target_prompt_logprobs.to_numpy()[place], strict=True):
-            np.testing.assert_allclose(top.get(target, logprob), logprob, atol=1e-3)
+            np.testing.assert_allclose(top[target], logprob, atol=1e-3)
     assert answer.target_prompt_logprobs.shape == [len(tokens) - 1, 2]
     assert answer.target_prompt_logprobs.to_numpy()[0].tolist() == [0, 0]
     assert answer.prompt_alt_tokens.tokens.shape == answer.prompt_alt_tokens.logprobs.shape == [len(tokens) - 1, 4]
     for sequence in answer.sequences:
-        assert [len(top) for top in sequence.topk_logprobs] == [30] * 5
+        assert [len(top) for top in sequence.topk_logprobs] == [VOCAB_SIZE] * 5
         for token, logprob, top in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
-            np.testing.assert_allclose(dict(top).get(token, logprob), logprob, atol=1e-3)
+            np.testing.assert_allclose(dict(top)[token], logprob, atol=1e-3)
 
 
 def test_sparse_targets_are_scored_as_the_trainer_scores_them(
