@@ -39,9 +39,9 @@ def test_the_classifier_learns_from_pictures(log: Path):
     assert losses[-1] < losses[0]
 
 
-def test_it_is_evaluated_on_pictures_before_the_first_step(log: Path):
+def test_it_is_evaluated_on_other_pictures_than_it_trains_on(log: Path):
     (loss,) = metrics(log, "test/nll")
-    assert loss == pytest.approx(metrics(log, "train_mean_nll")[0], rel=0.05)
+    assert loss == pytest.approx(metrics(log, "train_mean_nll")[0], rel=0.05), "before the first step"
     assert metrics(log, "accuracy") == [0.0], "a random model names no colour"
 
 

@@ -45,18 +45,18 @@ def serving(folder: Path) -> Stack:
 
 
 def lay_out(folder: Path) -> Path:
-    """Writes 48 pictures for training and 8 for tests, in a folder for each class."""
+    """Writes 48 pictures for training and 8 others for tests, in a folder for each class."""
+    rng = np.random.default_rng(0)
     for split, count in (("train", 24), ("test", 4)):
         for name, colour in _COLOURS.items():
             place = folder / PICTURES / split / name
             place.mkdir(parents=True)
-            for i, picture in enumerate(_pictures(colour, count)):
+            for i, picture in enumerate(_pictures(rng, colour, count)):
                 picture.save(place / f"{i}.png")
     return folder
 
 
-def _pictures(colour: tuple[int, int, int], count: int) -> Iterator[Image.Image]:
-    rng = np.random.default_rng(colour)
+def _pictures(rng: np.random.Generator, colour: tuple[int, int, int], count: int) -> Iterator[Image.Image]:
     for _ in range(count):
         noise = rng.integers(-25, 26, (int(rng.integers(16, 33)), int(rng.integers(16, 33)), 3))
         yield Image.fromarray((np.array(colour) + noise).astype(np.uint8))
