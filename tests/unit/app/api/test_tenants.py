@@ -21,46 +21,58 @@ from tests.unit.app.tenant import SAMPLED, Tenant
 
 SAID = {"role": "user", "content": "x"}
 GRAPH = {"name": "x", "inputs": [], "graph": {}}
-# Every route that takes a scope, as it is called on the resources of `Tenant`: the body, or None for none.
-CHANGES: dict[tuple[str, str], dict[str, Any] | None] = {
-    ("POST", "create_session"): {},
-    ("POST", "session_heartbeat"): {"session_id": "{session}"},
-    ("POST", "sessions/{session}/finish"): {"reason": {"type": "success"}},
-    ("POST", "create_model"): {"session_id": "{session}", "model_seq_id": 5, "base_model": BASE},
-    ("POST", "create_custom_loss"): {"session_id": "{session}", "custom_loss_seq_id": 0, **GRAPH},
-    ("POST", "forward_backward"): None,
-    ("POST", "forward"): {"model_id": "{model}", "seq_id": 1, "forward_input": {"data": []}},
-    ("POST", "unload_model"): {"model_id": "{model}"},
-    ("POST", "optim_step"): {"model_id": "{model}", "seq_id": 1, "adam_params": {}},
-    ("POST", "save_weights"): {"model_id": "{model}", "seq_id": 1, "path": "b"},
-    ("POST", "save_weights_for_sampler"): {"model_id": "{model}", "seq_id": 1, "path": "b"},
-    ("POST", "save_weights_external"): {"model_id": "{model}", "seq_id": 1, "path": "b"},
-    ("POST", "load_weights"): {"model_id": "{model}", "seq_id": 1, "path": "{path}", "optimizer": True},
-    ("POST", "create_sampling_session"): {
-        "session_id": "{session}",
-        "sampling_session_seq_id": 5,
-        "base_model": BASE,
+# Every route that takes a scope, by the scopes of which a key needs one, as it is called on the resources of `Tenant`:
+# the body, or None for none.
+NEEDS: dict[tuple[Scope, ...], dict[tuple[str, str], dict[str, Any] | None]] = {
+    ("train", "sample"): {
+        ("POST", "create_session"): {},
+        ("POST", "session_heartbeat"): {"session_id": "{session}"},
+        ("POST", "sessions/{session}/finish"): {"reason": {"type": "success"}},
     },
-    ("POST", "join_sampling_session"): {"sampling_session_id": "{sampler}"},
-    ("POST", "asample"): {"sampling_session_id": "{sampler}", "seq_id": 1, **SAMPLED},
-    ("POST", "cancel_future"): {"request_id": "{sample}"},
-    ("DELETE", "queue/{sample}"): None,
-    ("GET", "captures"): None,
-    ("DELETE", "captures"): None,
-    ("DELETE", "training_runs/{model}"): None,
-    ("PUT", "training_runs/{model}/checkpoints/weights/a/ttl"): {"ttl_seconds": 3600},
-    ("POST", "training_runs/{model}/checkpoints/weights/a/publish"): None,
-    ("DELETE", "training_runs/{model}/checkpoints/weights/a/publish"): None,
-    ("POST", "copy_weights"): {"source_path": "{path}", "session_id": "{session}", "model_seq_id": 6},
-    ("POST", "external_weights_upload_start"): {"base_model": BASE, "lora_config": {"rank": 4}},
-    ("POST", "external_weights_upload_finish"): {"upload_id": "{upload}"},
-    ("PUT", "sessions/{session}/project"): {"project_id": "{project}"},
-    ("DELETE", "training_runs/{model}/checkpoints/weights/a"): None,
-    ("POST", "/oai/api/v1/completions"): {"model": BASE, "prompt": [1]},
-    ("POST", "/oai/api/v1/chat/completions"): {"model": BASE, "messages": [SAID]},
-    ("POST", "/anthropic/api/v1/messages"): {"model": BASE, "max_tokens": 1, "messages": [SAID]},
-    ("POST", "/anthropic/v1/messages"): {"model": BASE, "max_tokens": 1, "messages": [SAID]},
+    ("train",): {
+        ("POST", "create_model"): {"session_id": "{session}", "model_seq_id": 5, "base_model": BASE},
+        ("POST", "create_custom_loss"): {"session_id": "{session}", "custom_loss_seq_id": 0, **GRAPH},
+        ("POST", "forward_backward"): None,
+        ("POST", "forward"): {"model_id": "{model}", "seq_id": 1, "forward_input": {"data": []}},
+        ("POST", "unload_model"): {"model_id": "{model}"},
+        ("POST", "optim_step"): {"model_id": "{model}", "seq_id": 1, "adam_params": {}},
+        ("POST", "save_weights"): {"model_id": "{model}", "seq_id": 1, "path": "b"},
+        ("POST", "save_weights_for_sampler"): {"model_id": "{model}", "seq_id": 1, "path": "b"},
+        ("POST", "save_weights_external"): {"model_id": "{model}", "seq_id": 1, "path": "b"},
+        ("POST", "load_weights"): {"model_id": "{model}", "seq_id": 1, "path": "{path}", "optimizer": True},
+        ("GET", "captures"): None,
+    },
+    ("sample",): {
+        ("POST", "create_sampling_session"): {
+            "session_id": "{session}",
+            "sampling_session_seq_id": 5,
+            "base_model": BASE,
+        },
+        ("POST", "join_sampling_session"): {"sampling_session_id": "{sampler}"},
+        ("POST", "asample"): {"sampling_session_id": "{sampler}", "seq_id": 1, **SAMPLED},
+        ("POST", "cancel_future"): {"request_id": "{sample}"},
+        ("DELETE", "queue/{sample}"): None,
+        ("POST", "/oai/api/v1/completions"): {"model": BASE, "prompt": [1]},
+        ("POST", "/oai/api/v1/chat/completions"): {"model": BASE, "messages": [SAID]},
+        ("POST", "/anthropic/api/v1/messages"): {"model": BASE, "max_tokens": 1, "messages": [SAID]},
+        ("POST", "/anthropic/v1/messages"): {"model": BASE, "max_tokens": 1, "messages": [SAID]},
+    },
+    ("manage",): {
+        ("DELETE", "captures"): None,
+        ("DELETE", "training_runs/{model}"): None,
+        ("PUT", "training_runs/{model}/checkpoints/weights/a/ttl"): {"ttl_seconds": 3600},
+        ("POST", "training_runs/{model}/checkpoints/weights/a/publish"): None,
+        ("DELETE", "training_runs/{model}/checkpoints/weights/a/publish"): None,
+        ("POST", "copy_weights"): {"source_path": "{path}", "session_id": "{session}", "model_seq_id": 6},
+        ("PUT", "sessions/{session}/project"): {"project_id": "{project}"},
+        ("DELETE", "training_runs/{model}/checkpoints/weights/a"): None,
+    },
+    ("train", "manage"): {
+        ("POST", "external_weights_upload_start"): {"base_model": BASE, "lora_config": {"rank": 4}},
+        ("POST", "external_weights_upload_finish"): {"upload_id": "{upload}"},
+    },
 }
+CHANGES = {call: body for calls in NEEDS.values() for call, body in calls.items()}
 READS: dict[tuple[str, str], dict[str, Any] | None] = {
     ("POST", "get_info"): {"model_id": "{model}"},
     ("POST", "retrieve_future"): {"request_id": "{model}:0"},
@@ -153,13 +165,16 @@ def test_a_user_outside_the_project_finds_none_of_it(tenant: Tenant, accounts: A
     assert tenant.state() == before
 
 
-def test_every_route_that_takes_a_scope_is_tried(tenant: Tenant) -> None:
-    """A new route belongs in CHANGES. Those of the console are tried in tests/unit/app/console."""
+def test_every_route_that_takes_a_scope_is_tried_and_takes_the_listed_ones(tenant: Tenant) -> None:
+    """A new route belongs in NEEDS. Those of the console are tried in tests/unit/app/console."""
     application = tenant.api.client.application
     views = application.view_functions.items()
-    scoped = {name for name, view in views if hasattr(view, "scopes") and not name.startswith("console.")}
+    scoped = {name: view.scopes for name, view in views if hasattr(view, "scopes") and not name.startswith("console.")}
     paths = application.url_map.bind("")
-    assert {paths.match(tenant.url(path), method)[0] for method, path in CHANGES} == scoped
+    needed = {
+        paths.match(tenant.url(path), method)[0]: scopes for scopes, calls in NEEDS.items() for method, path in calls
+    }
+    assert needed == scoped
 
 
 @pytest.mark.parametrize(
