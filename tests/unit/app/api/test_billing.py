@@ -162,6 +162,12 @@ def test_what_is_stored_is_reported_by_project_and_who_opened_the_session(tenant
     assert [each["user_name"] for each in found] == [each["user_email"] for each in found], "as in usage events"
     assert sum(each["checkpoint_count"] for each in found) == 2
     assert {each["size_gigabytes"] for each in found} == {2.0, 1e-8}
+    assert {each["project_id"] for each in found} == {tenant.project}
+    pans = tenant.accounts.add_project(tenant.organisation, "pans").id
+    other = replace(api, key=tenant.key("member", project=pans))
+    save_checkpoint(other, other.model())
+    tenant.accounts.set_role(api.services.authenticator(admin.key).user, pans, "admin")
+    assert {each["project_id"] for each in stored(admin)} == {tenant.project, pans}
     assert stored(admin, f"billing/usage/checkpoints/current?project_id={tenant.project}") == found
 
 

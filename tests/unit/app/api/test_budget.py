@@ -221,8 +221,9 @@ def used_by(api: Api) -> list[dict[str, Any]]:
 
 def test_each_run_has_its_usage_and_cost_and_the_rest_belongs_to_none(api: Api) -> None:
     runs = [api.model(), api.model()]
-    for run, tokens in zip(runs, (6, 7), strict=True):
-        train(api, run, {"training": tokens, "device": 1500, "checkpoint": 1})
+    prompts = {"sampling_prefill": 5, "sampling_prefill_cached": 3}
+    train(api, runs[0], {"training": 6, **prompts, "device": 1500, "checkpoint": 2, "storage": 72 * 10**11})
+    train(api, runs[1], {"training": 7, "device": 2500, "checkpoint": 1})
     prefix = str(CheckpointPrefix(runs[0], "sampler_weights", "kept", 1, 1))
     path = save_checkpoint(api, runs[0], "sampler_weights", size_bytes=10, prefix=prefix)
     asked = {"session_id": api.session(), "sampling_session_seq_id": 0, "model_path": path}
@@ -231,21 +232,36 @@ def test_each_run_has_its_usage_and_cost_and_the_rest_belongs_to_none(api: Api) 
         request = sample(api, sampler).json["request_id"]
         api.services.oplog.finish_sample(request, Result(b"{}"), {"sampling_sample": 4})
     project = api.get("limits").json["project"]["id"]
-    rows = used_by(api)
-    shown = [
-        {name: row[name] for name in ("run_id", "training_tokens", "sampled_tokens", "estimated_cost_usd")}
-        for row in rows
+    none = {
+        "project_id": project,
+        "base_model": BASE,
+        "training_tokens": 0,
+        "prefill_tokens": 0,
+        "cached_prefill_tokens": 0,
+        "sampled_tokens": 0,
+        "device_seconds": 0,
+        "checkpoints": 0,
+        "gigabyte_hours": 0,
+        "stored_bytes": 0,
+    }
+    of_first = {
+        "training_tokens": 6,
+        "prefill_tokens": 5,
+        "cached_prefill_tokens": 3,
+        "sampled_tokens": 4,
+        "device_seconds": 1.5,
+        "checkpoints": 2,
+        "gigabyte_hours": 2,
+        "stored_bytes": 10,
+    }
+    of_other = {"training_tokens": 7, "device_seconds": 2.5, "checkpoints": 1}
+    assert used_by(api) == [
+        {**none, **of_first, "run_id": runs[0], "estimated_cost_usd": 6 + 2 * 4 + 2 * 0.5},
+        {**none, "sampled_tokens": 4, "run_id": None, "estimated_cost_usd": 2 * 4},
+        {**none, **of_other, "run_id": runs[1], "estimated_cost_usd": 7},
     ]
-    assert shown == [
-        {"run_id": runs[0], "training_tokens": 6, "sampled_tokens": 4, "estimated_cost_usd": 14},
-        {"run_id": None, "training_tokens": 0, "sampled_tokens": 4, "estimated_cost_usd": 8},
-        {"run_id": runs[1], "training_tokens": 7, "sampled_tokens": 0, "estimated_cost_usd": 7},
-    ]
-    assert [row["device_seconds"] for row in rows] == [1.5, 0, 1.5]
-    assert [(row["stored_bytes"], row["checkpoints"]) for row in rows] == [(10, 1), (0, 0), (0, 1)]
-    assert {(row["project_id"], row["base_model"]) for row in rows} == {(project, BASE)}
     assert {one.event_info.type for one in events(api, window(this_hour(api))).data} == {
-        *("training", "sampling_sample", "checkpoint")
+        *("training", "sampling_sample", "sampling_prefill", "checkpoint", "storage")
     }, "the SDK knows no time of devices"
 
 

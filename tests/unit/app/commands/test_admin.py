@@ -119,12 +119,15 @@ def test_usage_and_cost_of_a_month_are_listed_by_run(tinsmith, tmp_path, monkeyp
     monkeypatch.setenv("TINSMITH_SETTINGS", str(settings))
     pages = PageFiles(FolderStore(tmp_path / "objects", "", ""))
     run = {"run training s:train:0 base": "500000", "training s base": "600000", "device s base": "2000"}
+    others = {"sampling_prefill": 5, "sampling_prefill_cached": 3, "sampling_sample": 4, "storage": 18 * 10**11}
+    for kind, amount in others.items():
+        run |= {f"run {kind} s:train:0 base": str(amount), f"{kind} s base": str(amount)}
     first, last = (int(datetime(2025, 10, day, tzinfo=UTC).timestamp()) // HOUR_S for day in (1, 31))
     for hour in (first - 1, first, last + 23, last + 24):
         pages.add(LedgerPage("usage", "mine", hour), run)
     lines = [line.split("\t") for line in tinsmith("admin", "usage", "mine", "--month", "2025-10").splitlines()]
     assert lines[1:] == [
-        ["s:train:0", "base", "1000000", "0", "0", "0", "0.000", "0.000000", "2.000000"],
+        ["s:train:0", "base", "1000000", "10", "6", "8", "0.000", "1.000000", "2.000000"],
         ["-", "base", "200000", "0", "0", "0", "4.000", "0.000000", "0.404000"],
         ["total", *[""] * 7, "2.404000"],
     ]

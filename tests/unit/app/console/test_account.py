@@ -47,7 +47,8 @@ def use(api: Api, tenant: Tenant, trained: int) -> None:
     assert Api(api.client, api.services, tenant.key("member")).forward_backward(batch(model, 1)).status_code == 200
     lease = api.services.oplog.acquire(model, "node/test")
     assert isinstance(lease, Lease)
-    usage = {"training": trained, "sampling_prefill_cached": 4, "storage": 10**12}
+    sampled = {"sampling_sample": 3, "sampling_prefill": 5, "sampling_prefill_cached": 4}
+    usage = {"training": trained, **sampled, "checkpoint": 2, "device": 1500, "storage": 10**12}
     api.services.oplog.commit(lease, 1, Result(b"{}"), usage=usage)
 
 
@@ -90,7 +91,7 @@ def test_an_admin_sees_the_usage_of_each_day_project_and_model(api: Api, tenant:
     page = browser(tenant.key("admin")).get("usage").text
     today = datetime.fromtimestamp(api.services.records.now(), UTC).date()
     (found,) = [cells for cells in rows(page, "Usage of 14 days") if cells[0] == str(today)]
-    assert found == [str(today), tenant.project, BASE, "5,242,880", "0", "0", "4", "0"]
+    assert found == [str(today), tenant.project, BASE, "5,242,880", "3", "5", "4", "2"]
 
 
 def test_the_usage_of_two_projects_is_shown_apart(
@@ -111,7 +112,7 @@ def test_an_admin_sees_the_exact_usage_and_cost_of_each_run(
     api: Api, tenant: Tenant, browser: Browsers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(api, tenant, trained=1_234_567)
-    cells = [tenant.ids["model"], tenant.project, BASE, "1,234,567", "4", "0", "0.00", "10 B"]
+    cells = [tenant.ids["model"], tenant.project, BASE, "1,234,567", "9", "3", "1.50", "10 B"]
     logged_in = browser(tenant.key("admin"))
     assert cells in rows(logged_in.get("usage").text, "Runs of 14 days")
     application = api.client.application
