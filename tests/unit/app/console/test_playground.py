@@ -14,9 +14,11 @@ import redis
 from flask import Flask
 from werkzeug.test import TestResponse
 
+from app import ids
 from app.domain.limits import Limits
+from app.domain.records import Sampler
 from app.domain.results import Result
-from app.domain.sampling import SampledSequence, SampleOutput
+from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.errors import TooManyRequests, Unavailable
 from app.stores.objects.captures import ROOT
 from tests.unit.app.api.chat.standin import Standin
@@ -97,11 +99,16 @@ def test_a_sample_that_fails_is_a_page_in_words(
 
 def test_two_models_are_asked_the_same(served: tuple[Api, Standin], browser: Browsers) -> None:
     api, standin = served
-    standin.says("hello")
     path = save_checkpoint(api, api.model(), "sampler_weights", prefix="models/x")
+
+    def answer_of(request_id: str, _: SampleRequest) -> SampleOutput:
+        sampler = api.services.records.find(Sampler, ids.parent_of(request_id))
+        return SampleOutput((standin.sequence("tuned" if sampler and sampler.model_path else "hello"),))
+
+    standin.answer = answer_of
     both: dict[str, str | list[str]] = {**FORM, "model": [BASE, path], "seed": "7"}
     answer = browser().post("playground", **both)
-    assert texts(answer) == ["hello", "hello"]
+    assert texts(answer) == ["hello", "tuned"]
     one, other = standin.seen
     assert (
         (one.seed, one.temperature, one.max_tokens) == (other.seed, other.temperature, other.max_tokens) == (7, 0.5, 20)
