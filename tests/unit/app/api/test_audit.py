@@ -148,6 +148,7 @@ def test_a_move_is_logged_in_both_projects_and_a_move_to_where_the_session_is_in
     for target in (here, there, there):
         do(api, "PUT", f"sessions/{session}/project", {"project_id": target})
     moves = [entry.event_details for entry in own(api) if entry.event == "session_move"]
+    assert events(api, "?event_type=projects") == ["session_move"] * 2
     assert {move["project_id"] for move in moves} == {here, there}
     assert [(move["from_project_id"], move["to_project_id"]) for move in moves] == [(here, there)] * 2
     assert len(api.services.objects.list(f"moves/{session}/")) == 1, "the notes are never deleted"

@@ -12,8 +12,9 @@ from tinker.types.get_session_response import GetSessionResponse
 from tinker.types.list_sessions_response import ListSessionsResponse
 from tinker.types.training_runs_response import TrainingRunsResponse
 
-from app.domain.accounts import Caller
+from app.domain.accounts import SCOPES, Caller
 from app.ids import TinkerPath
+from app.services.tenants.accounts import AccountService
 from app.settings import EngineSettings
 from app.stores.redis.client import connect
 from app.stores.redis.lifecycle import RedisLifecycle
@@ -81,10 +82,21 @@ def test_a_checkpoint_names_its_base_model_wherever_it_is_listed(api: Api) -> No
     assert [one.get("base_model") for one in listed] == [BASE] * 3
 
 
-def test_runs_of_a_project_alone_and_none_of_one_that_is_not_seen(api: Api, stranger: Api) -> None:
-    model = api.model()
-    project = api.get(f"training_runs/{model}").json["project_id"]
-    assert len(api.get(f"training_runs?project_id={project}").json["training_runs"]) == 1
+def test_runs_of_a_project_alone_and_none_of_one_that_is_not_seen(
+    tenant: Tenant, accounts: AccountService, stranger: Api
+) -> None:
+    project, other = tenant.project, accounts.add_project(tenant.organisation, "pans").id
+    user = accounts.add_user(tenant.organisation, "jo@example.org").id
+    for each in (project, other):
+        accounts.set_role(user, each, "member")
+    api = replace(tenant.api, key=accounts.add_key(user, other, SCOPES)[1])
+    runs = {project: tenant.ids["model"], other: api.model()}
+
+    def listed(query: str = "") -> set[str]:
+        return {run["training_run_id"] for run in api.get(f"training_runs{query}").json["training_runs"]}
+
+    assert listed() == set(runs.values())
+    assert {id_: listed(f"?project_id={id_}") for id_ in runs} == {id_: {run} for id_, run in runs.items()}
     foreign = stranger.get(f"training_runs?project_id={project}")
     missing = stranger.get("training_runs?project_id=no-such-project")
     assert (foreign.status_code, missing.status_code) == (404, 404)

@@ -6,12 +6,14 @@ Nobody without a key can read it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 from tinker.types.training_run import TrainingRun
 from tinker.types.weights_info_response import WeightsInfoResponse
 from werkzeug.test import TestResponse
 
+from app.domain.ops import LoraSpec
 from tests.unit.app.api.test_models import save_checkpoint
 from tests.unit.app.conftest import Api
 
@@ -136,6 +138,10 @@ def test_weights_info_says_what_a_model_must_be_to_load_it(api: Api) -> None:
     info = WeightsInfoResponse.model_validate(api.post("weights_info", {"tinker_path": path}).json)
     assert (info.base_model, info.is_lora, info.lora_rank) == ("org/tiny", True, 4)
     assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, True, True)
+    for lacking in ("train_attn", "train_mlp", "train_unembed"):
+        partial = save_checkpoint(api, api.model(), lora=asdict(LoraSpec(4, **{lacking: False})))
+        groups = {"train_attn": True, "train_mlp": True, "train_unembed": True, lacking: False}
+        assert groups.items() <= api.post("weights_info", {"tinker_path": partial}).json.items()
     whole = save_checkpoint(api, api.model(), lora={})
     info = WeightsInfoResponse.model_validate(api.post("weights_info", {"tinker_path": whole}).json)
     assert (info.is_lora, info.lora_rank) == (False, None)
