@@ -17,9 +17,12 @@ import pytest
 import redis
 
 from app import ids
-from app.domain.records import Model, Worker
+from app.domain.records import Model, Sampler, Worker
+from app.settings import EngineSettings
 from app.stores.redis import keys
+from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.records import RedisRecords, dump
+from app.stores.redis.types import Lease
 from tests.unit.app.commands.test_admin import Command, tinsmith
 from tests.unit.app.stack.test_terminal import HOSTILE
 
@@ -106,14 +109,28 @@ def test_a_run_that_pauses_has_no_rate(
     assert [found[name] for name in ("steps", "trained_tokens", "loss", "tokens_per_s")] == [2, 4000, 1.0, None]
 
 
-def test_json_has_the_same_facts(records: RedisRecords, shown: Callable[..., list[str]]) -> None:
+def test_json_has_the_same_facts(records: RedisRecords, client: redis.Redis, shown: Callable[..., list[str]]) -> None:
     worker(records, "trainer-0@host", "trainer")
-    run(records, applied="41")
+    run(records, applied="41", snapshot="", snapshot_seq="-1")
+    oplog = RedisOpLog(client, EngineSettings())
+    for seq in (42, 43):
+        oplog.admit(RUN, seq, "forward", b"", f"digest {seq}")
+    lease = oplog.acquire(RUN, "trainer-0@host/1f")
+    assert isinstance(lease, Lease) and oplog.next(lease, 42)
+    sampler = ids.sampling_session_id(RUN.partition(":")[0], 0)
+    records.put(Sampler.namespace, sampler, dump(Sampler("project-1", RUN.partition(":")[0], BASE, 0.0)))
+    oplog.admit_sample(f"{sampler}:0", sampler, "project-1", f"sample.{BASE}", b"", "digest")
     found = json.loads("\n".join(shown("--json")))
     assert [one["name"] for one in found["workers"]] == ["trainer-0@host"]
     assert found["workers"][0]["metrics_url"] == "http://127.0.0.1:9100/metrics"
-    assert [(one["id"], one["calls"], one["worker"]) for one in found["runs"]] == [(RUN, 42, "")]
+    [found_run] = found["runs"]
+    assert [found_run[name] for name in ("id", "calls", "waiting", "running")] == [RUN, 42, 2, True]
+    assert (found_run["worker"], found["samples"]) == ("trainer-0@host", {BASE: 1})
     assert found["memory_bytes"] > 0 and found["more_runs"] == 0
+    lines = shown()
+    assert f"{BASE}: 1 unfinished samples" in lines
+    [cells] = [line.split() for line in lines if line.startswith(RUN)]
+    assert cells[:-1] == [RUN, "LoRA", "32", "42", "2", "trainer-0", "*"]
 
 
 def test_each_run_has_its_own_worker_also_between_runs_that_have_ended(
