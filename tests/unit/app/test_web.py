@@ -7,6 +7,7 @@ import runpy
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -83,12 +84,15 @@ def test_a_process_that_ends_sends_its_task_events_first(config: Path, monkeypat
     monkeypatch.setenv(SETTINGS_VARIABLE, str(config))
     application = create_app(from_environment())
     events = application.extensions[EXTENSION].dispatcher.events
+    sent: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(events, "_send", sent.extend)
     events.admitted("session:sample:0:0", "sample", "me")
     worker_exit = runpy.run_module("app.gunicorn_conf")["worker_exit"]
     worker = Worker(1, 1, [], SimpleNamespace(wsgi=lambda: application), 30, Config(), logging.getLogger())
     worker.load_wsgi()
     worker_exit(None, worker)
     assert not events._thread.is_alive()
+    assert [(type_, fields["uuid"]) for type_, fields in sent] == [("task-sent", "session:sample:0:0")]
     worker_exit(None, Worker(1, 1, [], None, 30, Config(), logging.getLogger()))  # one that could not start
 
 
