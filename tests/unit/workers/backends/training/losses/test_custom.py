@@ -129,29 +129,35 @@ def agrees(name: str, method: bool, args: list[Any]) -> bool:
     """Returns False when the operation does not accept these arguments, or returns nothing to differentiate."""
     if name != "getattr" and isinstance(args[-1], str):
         return False
-    calls = [*SETUP, node("result", name, *args, method=method)]
-    leaf = LOGPROBS.clone().requires_grad_()
+    return is_same([*SETUP, node("result", name, *args, method=method)])
+
+
+def is_same(calls: list[dict[str, Any]]) -> bool:
+    """Compares the last call's result: of a tuple or size its first and last item, of a number its product with the
+    logprobs. Returns False when there is nothing to differentiate."""
+    leaf, last = LOGPROBS.clone().requires_grad_(), {"ref": calls[-1]["name"]}
     try:
         result = reference(calls, leaf)
-        if isinstance(result, tuple) and result and isinstance(result[0], Tensor):
-            calls.append(node("first", "operator.getitem", {"ref": "result"}, 0))
-            result = result[0]
         total = result.float().sum() if isinstance(result, Tensor) else torch.zeros(())
         (expected,) = torch.autograd.grad(total + leaf.sum(), leaf)
     except Exception:
         return False
+    if isinstance(result, tuple) and result:
+        return all(is_same([*calls, node("item", "operator.getitem", last, place)]) for place in (-1, 0))
+    if isinstance(result, int | float) and not isinstance(result, bool):
+        return is_same([*calls, node("product", "operator.mul", L, last)])
     if not isinstance(result, Tensor):
         return not isinstance(result, bool | list) and runs(calls)
     if not (total.isfinite() and expected.isfinite().all()):
         return False
     found = run(graph(*calls), INPUTS).differentiate(0, LOGPROBS)
-    assert found.metrics["custom/total:sum"] == total.item(), (name, args)
-    assert torch.equal(found.gradient, expected), (name, args)
+    assert found.metrics["custom/total:sum"] == total.item(), calls
+    assert torch.equal(found.gradient, expected), calls
     return True
 
 
 def runs(calls: list[dict[str, Any]]) -> bool:
-    """Runs an operation whose result is a number, a size or a type: it is computed beside a separate loss."""
+    """Runs an operation whose result is a type: it is computed beside a separate loss."""
     beside = [*calls, node("last", "torch.neg", L)]
     return bool(run(graph(*beside), INPUTS).differentiate(0, LOGPROBS).gradient.numel())
 
