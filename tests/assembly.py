@@ -9,7 +9,7 @@ import redis
 
 from app.dispatch import Dispatcher, celery_app
 from app.domain.records import BaseModelInfo
-from app.settings import BaseModelSettings, EngineSettings, RedisSettings, Settings
+from app.settings import BaseModelSettings, EngineSettings, RedisSettings, SamplerSettings, Settings
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
@@ -50,11 +50,13 @@ def sampler(
     lease_s: float = 3600.0,
     cancelled: str = keys.ABORTED_CHANNEL,
     turns: GpuTurns | None = None,
+    tensor_parallel: int = 1,
 ) -> AssembledSampler:
     """A sampler over the state server at `url`, with its files in `folder`. It asks after its leases three times a
     `lease_s`, and uses its GPUs in `turns` if any are given."""
     engine = EngineSettings(lease_s=lease_s, handover_dir=str(folder / "handover" / worker))
     settings = Settings(data_dir=folder, redis=RedisSettings(url=url), engine=engine)
     store = FolderStore(folder / "objects", "secret", "http://x")
-    serving = Serving(BaseModelSettings(name="base", path="x"), backend, INFO, "sample.base", turns=turns)
+    base = BaseModelSettings(name="base", path="x", sampler=SamplerSettings(tensor_parallel=tensor_parallel))
+    serving = Serving(base, backend, INFO, "sample.base", turns=turns)
     return assemble_sampler(parts(client, settings, worker, oplog, store, send), serving, cancelled)

@@ -60,9 +60,14 @@ class Engine:
 
 
 def runner(
-    world: World, backend: SamplerBackend, worker: str, send: Callable[..., None] = lambda *send: None
+    world: World,
+    backend: SamplerBackend,
+    worker: str,
+    send: Callable[..., None] = lambda *send: None,
+    tensor_parallel: int = 1,
 ) -> SampleRunner:
-    sampler = assembly.sampler(world.client, world.url, world.folder, world.oplog, backend, worker, send)
+    args = (world.client, world.url, world.folder, world.oplog, backend, worker, send)
+    sampler = assembly.sampler(*args, tensor_parallel=tensor_parallel)
     world.samplers.append(sampler)
     return sampler.runner
 

@@ -143,12 +143,14 @@ def test_a_sample_counts_its_prompt_and_all_it_drew_and_once(world: World, backe
     world.oplog.claim_sample(request, "dead/1")
     world.client.delete(keys.lease(request))
     for name in ("s/1", "s/2"):
-        assert runner(world, backend, name).handle(request, SESSION, "sample") is not None
+        sampler = runner(world, backend, name, tensor_parallel=2)
+        sampler._device_clock._now = count().__next__  # a second passes between its entry and its end
+        assert sampler.handle(request, SESSION, "sample") is not None
     found = {name.split(" ")[0]: amount for name, amount in used(world.client).items()}
     assert found.pop("sampling_sample") == REQUEST.num_samples * REQUEST.max_tokens
     assert sum(found.values()) == len(REQUEST.prompt)
     assert found.keys() <= {"sampling_prefill", "sampling_prefill_cached"}
-    assert device_ms(world.client) > 0
+    assert device_ms(world.client) == 2 * 1000, "a second of each device"
     assert not used_by_runs(world.client), "a sample of the base model"
 
 
