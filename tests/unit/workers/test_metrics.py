@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -306,13 +307,17 @@ def test_a_lease_of_a_request_that_was_paused_or_has_ended_is_not_counted(world:
     assert value("lost_leases_total") == before
 
 
-def test_a_prompt_counts_as_prefilled_and_cached_tokens(world: World, backend: SamplerBackend):
+def test_a_prompt_counts_as_prefilled_and_cached_tokens(
+    world: World, backend: SamplerBackend, monkeypatch: pytest.MonkeyPatch
+):
+    sample = backend.sample
+    monkeypatch.setattr(backend, "sample", lambda *args: replace(sample(*args), cached_tokens=1))
     uses = ("prompt", "prefilled", "cached", "sampled")
     before = {use: value("tokens_total", use=use) for use in uses}
     runner(world, backend, "s/1").handle(admit(world, 0), SESSION, "sample")
     counted = {use: value("tokens_total", use=use) - before[use] for use in uses}
-    assert counted["prompt"] == len(REQUEST.prompt) == counted["prefilled"] + counted["cached"]
-    assert counted["sampled"] == REQUEST.num_samples * REQUEST.max_tokens
+    prompt, sampled = len(REQUEST.prompt), REQUEST.num_samples * REQUEST.max_tokens
+    assert counted == {"prompt": prompt, "prefilled": prompt - 1, "cached": 1, "sampled": sampled}
 
 
 def test_adapters_are_counted_where_they_are_and_as_they_are_used(make: Make):
