@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,12 @@ def test_weights_that_a_file_has_transposed_are_turned(tmp_path: Path) -> None:
 
 def test_weights_of_one_name_in_files_and_memory_are_read_one_at_a_time(tmp_path: Path) -> None:
     base = build("llama", tmp_path / "base")
-    assert isinstance(weights_for(AutoModelForCausalLM.from_pretrained(base), base), Iterator)
+    read: list[weakref.ref[Tensor]] = []
+    for _, tensor in weights_for(AutoModelForCausalLM.from_pretrained(base), base):
+        assert all(earlier() is None for earlier in read)
+        read.append(weakref.ref(tensor))
+        del tensor
+    assert len(read) > 1
 
 
 @pytest.mark.parametrize("case", ["llama", "llama, tied head", "qwen3-moe", "gpt-oss, packed"])
