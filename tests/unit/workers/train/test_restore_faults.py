@@ -145,12 +145,14 @@ def test_a_model_whose_restores_ended_three_workers_fails_no_call_while_one_of_t
 def test_after_an_hour_or_a_restore_that_succeeds_the_restores_of_a_model_count_anew(replay_due: World):
     kill_by_restore(replay_due)
     restores = f"tinsmith:restore:{MODEL}"
-    assert 0 < replay_due.client.ttl(restores) <= 3600
-    replay_due.worker("b/4").handle(2, "optim_step")
-    assert 0 < replay_due.client.ttl(restores) <= 3600, "a refusal does not prolong it"
-    replay_due.client.delete(restores)
+    assert 3000 < replay_due.client.ttl(restores) <= 3600
+    replay_due.client.expire(restores, 1000)
     replay_due.admit(3, step()[0])
-    assert (result := replay_due.worker("b/5").handle(3)) is not None and not result.failed
+    assert "3 workers ended" in error_of(replay_due.worker("b/4").handle(3))
+    assert 400 < replay_due.client.ttl(restores) <= 1000, "a refusal does not prolong it"
+    replay_due.client.delete(restores)
+    replay_due.admit(4, step()[0])
+    assert (result := replay_due.worker("b/5").handle(4)) is not None and not result.failed
     assert not replay_due.client.exists(restores)
 
 
