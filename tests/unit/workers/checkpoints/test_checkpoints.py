@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -290,8 +291,12 @@ def test_the_thread_count_is_what_torch_will_use(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert transfer.host_threads() == 3
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert transfer.host_threads() >= 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
+    assert transfer.host_threads() == 2
 
 
-def test_the_cpu_is_the_one_the_kernel_names():
-    assert transfer.host_cpu() in Path("/proc/cpuinfo").read_text()
+def test_the_cpu_is_the_one_the_kernel_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cpu_info = tmp_path / "cpuinfo"
+    cpu_info.write_text("processor\t: 0\nmodel\t\t: 17\nmodel name\t: Chip: 2 GHz\nprocessor\t: 1\n")
+    monkeypatch.setattr(transfer, "_CPU_INFO", cpu_info)
+    assert transfer.host_cpu() == "Chip: 2 GHz"
