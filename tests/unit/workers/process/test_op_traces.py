@@ -56,6 +56,7 @@ def test_an_op_waits_runs_and_commits_in_the_trace_of_its_request(world: World, 
     worker.handle(1)
     spans = traces.spans()
     assert [span.name for span in spans] == ["queue", "run", "commit"]
+    assert all(span.parent for span in spans)
     parents = {f"{span.parent.trace_id:032x}-{span.parent.span_id:016x}" for span in spans if span.parent}
     assert parents == {REQUEST[3:-3]}
     queued, ran, _ = spans
