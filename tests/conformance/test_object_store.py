@@ -284,7 +284,7 @@ def test_a_signed_url_for_another_key_is_refused(store: ObjectStore, download: C
 
 
 def lifetime_s(url: str) -> float:
-    """The seconds that a signed URL has left; for one of an S3 server, those that it was signed for."""
+    """The seconds that a signed URL has left; for a URL of an S3 server, the seconds that it was signed for."""
     query = parse_qs(urlsplit(url).query)
     return int(query["expires"][0]) - time.time() if "expires" in query else int(query["X-Amz-Expires"][0])
 

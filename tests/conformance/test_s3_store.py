@@ -262,7 +262,7 @@ def test_a_large_file_goes_up_in_parts_whole_and_only_once(s3_settings: StoreSet
     store.delete(["large"])
 
 
-def test_a_part_fits_in_memory_and_a_huge_file_in_so_many_parts_as_s3_takes():
+def test_a_part_fits_in_memory_and_a_huge_file_in_as_many_parts_as_s3_takes():
     """S3 takes at most 10,000 parts of 5 MiB to 5 GiB each."""
     assert 5 * 2**20 <= s3._PART_BYTES <= 2**30
     assert 10_000 * s3._PART_BYTES >= 512 * 2**30

@@ -19,6 +19,7 @@ import tinker
 
 from app import settings
 from app.domain.records import Worker
+from app.stores.redis import keys
 from app.stores.redis.client import connect
 from app.stores.redis.records import RedisRecords, load
 
@@ -94,6 +95,11 @@ class Stack:
     def workers(self) -> list[Worker]:
         with self.redis() as client:
             return [load(Worker, fields) for _, fields in RedisRecords(client).list(Worker.namespace)]
+
+    def applied(self, model_id: str) -> int:
+        """The seq_id of the model's last applied call."""
+        with self.redis() as client:
+            return int(client.hget(keys.model(model_id), "applied"))
 
     def _toml(self) -> str:
         return f"""

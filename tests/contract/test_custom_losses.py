@@ -13,7 +13,6 @@ import tinker
 import torch
 from tinker import types
 
-from app.stores.redis import keys
 from tests.contract.data import ADAM, logprobs, sentences, train
 from tests.contract.stack import BASE, Stack
 from tests.contract.test_numbers import GRADIENT_STEP, reference, weights
@@ -59,11 +58,6 @@ def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
     return client
 
 
-def applied(stack: Stack, client: tinker.TrainingClient) -> int:
-    with stack.redis() as redis:
-        return int(redis.hget(keys.model(client.model_id), "applied"))
-
-
 @pytest.mark.parametrize(
     ("fn", "ranks", "data"), [(dpo, DPO_RANKS, pairs()), (sdft, SDFT_RANKS, candidates())], ids=["dpo", "sdft"]
 )
@@ -79,10 +73,10 @@ def test_a_loss_on_the_server_equals_the_same_on_the_client_in_one_pass_instead_
     assert handle.loss_id is not None
     here, there = trained(service), trained(service)
     start = weights(reference(there, stack, tmp_path / "start", "start"))
-    before = [applied(stack, client) for client in (here, there)]
+    before = [stack.applied(client.model_id) for client in (here, there)]
     local = here.forward_backward_custom(data, replace(handle, loss_id=None)).result()
     remote = there.forward_backward_custom(data, handle).result()
-    after = [applied(stack, client) for client in (here, there)]
+    after = [stack.applied(client.model_id) for client in (here, there)]
     assert [end - begun for begun, end in zip(before, after, strict=True)] == [2, 1]
 
     np.testing.assert_allclose(logprobs(remote), logprobs(local), rtol=1e-5)

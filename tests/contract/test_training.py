@@ -10,7 +10,6 @@ from tinker import types
 
 from tests.contract.data import ADAM, datum, logprobs, policy, sentences, supervised, train
 from tests.contract.stack import BASE, Stack
-from tests.contract.test_custom_losses import applied
 
 
 def test_pipelined_steps_lower_the_loss(training: tinker.TrainingClient):
@@ -78,9 +77,9 @@ def test_a_custom_loss_runs_client_side_in_two_passes(training: tinker.TrainingC
         total = -sum((row * row).sum() for row in scores)
         return total, {"custom:sum": float(total)}
 
-    before = applied(stack, training)
+    before = stack.applied(training.model_id)
     output = training.forward_backward_custom(supervised(), loss).result()
-    assert applied(stack, training) - before == 2
+    assert stack.applied(training.model_id) - before == 2
     assert output.metrics["custom:sum"] == pytest.approx(output.metrics["loss:sum"], rel=1e-5)
     assert training.optim_step(ADAM).result() is not None
 

@@ -66,11 +66,6 @@ def owner(stack: Stack, model_id: str) -> str:
     return held.decode().rpartition("/")[0] if held else ""
 
 
-def applied(stack: Stack, model_id: str) -> int:
-    with stack.redis() as client:
-        return int(client.hget(keys.model(model_id), "applied"))
-
-
 def is_anew(stack: Stack, node: str, started: float) -> bool:
     """Tells if the node runs, and was started after that time."""
     now = trainers(stack).get(node)
@@ -103,7 +98,7 @@ def test_what_a_stopping_trainer_leaves_the_other_one_does_at_once(service: tink
         started, stopping = trainers(pair)[node].started, process(pair, node)
         pending = [(client.forward_backward(supervised(), "cross_entropy"), client.optim_step(ADAM)) for _ in range(4)]
         stopping.send_signal(signal.SIGTERM)
-        left = applied(pair, client.model_id) < 2 * steps
+        left = pair.applied(client.model_id) < 2 * steps
         assert all(forward.result() and step.result() for forward, step in pending)
         if left:
             break

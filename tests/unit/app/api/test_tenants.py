@@ -21,8 +21,8 @@ from tests.unit.app.tenant import SAMPLED, Tenant
 
 SAID = {"role": "user", "content": "x"}
 GRAPH = {"name": "x", "inputs": [], "graph": {}}
-# Every route that takes a scope, by the scopes of which a key needs one, as it is called on the resources of `Tenant`:
-# the body, or None for none.
+# The routes that take a scope, grouped by the scopes of which a key needs one. Each is a call on the resources of
+# `Tenant`, with its body, or None for none.
 NEEDS: dict[tuple[Scope, ...], dict[tuple[str, str], dict[str, Any] | None]] = {
     ("train", "sample"): {
         ("POST", "create_session"): {},

@@ -112,7 +112,7 @@ def test_a_run_that_pauses_has_no_rate(
 def test_json_has_the_same_facts(records: RedisRecords, client: redis.Redis, shown: Callable[..., list[str]]) -> None:
     worker(records, "trainer-0@host", "trainer")
     run(records, applied="41", snapshot="", snapshot_seq="-1")
-    oplog = RedisOpLog(client, EngineSettings())
+    oplog = RedisOpLog(client, EngineSettings(lease_s=3600))
     for seq in (42, 43):
         oplog.admit(RUN, seq, "forward", b"", f"digest {seq}")
     lease = oplog.acquire(RUN, "trainer-0@host/1f")

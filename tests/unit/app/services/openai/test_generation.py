@@ -184,7 +184,8 @@ def up_to_stop(parts: list[str], stops: list[str]) -> str:
 
 
 def test_a_tokenizers_own_words_keep_their_spaces():
-    """This one removes the space before the first word of a text, and an answer goes on after its prompt."""
+    """The tokenizer removes the space before the first word of a text. The first word of an answer follows its prompt,
+    so it keeps its space."""
     core = letter_tokenizer()
     one, *two = (core.token_to_id(letter) for letter in "a▁b")
     assert "".join(pieces(TextStream(BaseTokenizer(core, {}, {}), [one], []), two)) == " b"

@@ -31,8 +31,8 @@ def ask(oplog: RedisOpLog, seq: int, sequences: int = 1) -> str:
     return request_id
 
 
-def since(client: redis.Redis, asked: list[str], step_ms: int = 1) -> None:
-    """Sets since when each request waits."""
+def wait_since(client: redis.Redis, asked: list[str], step_ms: int = 1) -> None:
+    """Sets the times since which the requests wait, `step_ms` apart."""
     client.zadd("tinsmith:pending", {request_id: 1000 + step_ms * i for i, request_id in enumerate(asked)})
 
 
@@ -78,7 +78,7 @@ def test_samples_are_listed_as_they_came_until_they_end(
 ) -> None:
     monkeypatch.setattr(module, "_SLICE", 2)
     asked = [ask(oplog, seq) for seq in (3, 1, 2, 0)]
-    since(client, asked)
+    wait_since(client, asked)
     assert backlog.unfinished(10).samples == [WaitingSample(request_id, "me", "sample.base") for request_id in asked]
     assert oplog.claim_sample(asked[1], "s/1")
     assert backlog.running(asked) == {asked[1]}
@@ -132,7 +132,7 @@ def test_each_request_is_counted_once_while_others_end(
 ) -> None:
     monkeypatch.setattr(module, "_SLICE", 2)
     asked = [ask(oplog, seq) for seq in range(7)]
-    since(client, asked, step_ms)
+    wait_since(client, asked, step_ms)
     reading = backlog._waiting()
     next(reading)
     for request_id in asked[:2]:
@@ -154,7 +154,7 @@ def test_of_more_than_are_asked_for_the_first_are_returned(
     backlog: RedisBacklog, oplog: RedisOpLog, client: redis.Redis
 ) -> None:
     asked = [ask(oplog, seq) for seq in (3, 5, 1, 4, 0, 2)]
-    since(client, asked)
+    wait_since(client, asked)
     assert [sample.request_id for sample in backlog.unfinished(4).samples] == asked[:4]
 
 

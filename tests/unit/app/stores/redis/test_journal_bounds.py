@@ -172,7 +172,7 @@ def test_a_long_journal_of_an_ended_model_is_deleted_in_slices_and_all_its_calls
 def test_the_loads_of_a_long_journal_are_read_in_slices(oplog, client):
     lifecycle = RedisLifecycle(client, EngineSettings())
     fill(client, LONG)
-    loads = list(lifecycle.loads([MODEL]))  # this sends the script too
+    loads = list(lifecycle.loads([MODEL]))  # now the server knows the script
     assert loads == [(MODEL, seq) for seq in range(0, LONG + 1, 500)]
     client.config_resetstat()
     assert list(lifecycle.loads([MODEL])) == loads

@@ -129,12 +129,12 @@ def agrees(name: str, method: bool, args: list[Any]) -> bool:
     """Returns False when the operation does not accept these arguments, or returns nothing to differentiate."""
     if name != "getattr" and isinstance(args[-1], str):
         return False
-    return is_same([*SETUP, node("result", name, *args, method=method)])
+    return compared([*SETUP, node("result", name, *args, method=method)])
 
 
-def is_same(calls: list[dict[str, Any]]) -> bool:
-    """Compares the last call's result: of a tuple or size its first and last item, of a number its product with the
-    logprobs. Returns False when there is nothing to differentiate."""
+def compared(calls: list[dict[str, Any]]) -> bool:
+    """Asserts that the last call has the client's result: of a tuple or size its first and last item, of a number its
+    product with the logprobs. Returns False when there is nothing to differentiate."""
     leaf, last = LOGPROBS.clone().requires_grad_(), {"ref": calls[-1]["name"]}
     try:
         result = reference(calls, leaf)
@@ -143,9 +143,10 @@ def is_same(calls: list[dict[str, Any]]) -> bool:
     except Exception:
         return False
     if isinstance(result, tuple) and result:
-        return all(is_same([*calls, node("item", "operator.getitem", last, place)]) for place in (-1, 0))
+        first, at_end = (compared([*calls, node("item", "operator.getitem", last, place)]) for place in (0, -1))
+        return first and at_end
     if isinstance(result, int | float) and not isinstance(result, bool):
-        return is_same([*calls, node("product", "operator.mul", L, last)])
+        return compared([*calls, node("product", "operator.mul", L, last)])
     if not isinstance(result, Tensor):
         return not isinstance(result, bool | list) and runs(calls)
     if not (total.isfinite() and expected.isfinite().all()):
