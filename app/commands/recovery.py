@@ -41,8 +41,9 @@ def rebuild(options: Options) -> int:
     state = without_secrets(settings.redis.url)
     show(f"from the object store {name_of(settings)} into the state server {state}")
     with reached(settings):
-        restored = _rebuild(settings, objects)
+        # Accounts first: workers run meanwhile, and delete checkpoints by the limits of their project.
         accounts, damaged = account_service(settings, objects).rebuild()
+        restored = _rebuild(settings, objects)
         refilled = _refill(settings, objects)
     restored.damaged.extend(damaged)
     show(*report(restored, accounts, refilled))

@@ -9,11 +9,16 @@ import redis
 import tomli_w
 
 from app import cli
+from app.domain.accounts import Project
 from app.domain.checkpoints import MANIFEST, FileEntry, Manifest
+from app.domain.limits import Limits
 from app.domain.ops import LoraSpec
 from app.domain.records import Checkpoint, Model
 from app.domain.results import HOUR_S
+from app.services.recovery.rebuild import Rebuild, Restored
+from app.services.tenants.limits import LimitsFinder
 from app.settings import EngineSettings, RedisSettings, Settings, StoreSettings
+from app.stores.objects.accounts import AccountFiles
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.folder import FolderStore
 from app.stores.objects.s3 import S3Store
@@ -22,14 +27,15 @@ from app.stores.redis.pages import RedisPages
 from app.stores.redis.records import RedisRecords
 from tests.pages import in_mid_hour
 from tests.servers_s3 import start_s3
+from workers.maintenance.retention import Retention
 
 MODEL = "session:train:0"
-PATH = f"tinker://{MODEL}/weights/a"
+PATH, NEWER = (f"tinker://{MODEL}/weights/{name}" for name in "ab")
 
 
 def store_run(store: ObjectStore) -> None:
-    """Stores a snapshot at seq 6 and a checkpoint saved at seq 7."""
-    for rest, path, seq in (("snapshots/6", "", 6), ("weights/a", PATH, 7)):
+    """Stores a snapshot at seq 6 and checkpoints saved at seq 7 and 8."""
+    for rest, path, seq in (("snapshots/6", "", 6), ("weights/a", PATH, 7), ("weights/b", NEWER, 8)):
         prefix = f"models/{MODEL}/{rest}/{seq}-1"
         manifest = Manifest(
             path, f"{seq}-1", MODEL, "me", "base", LoraSpec(4), seq, 1, "2026-01-01T00:00:00.000+00:00",
@@ -51,7 +57,7 @@ def test_it_says_what_it_restored_and_what_it_cannot(client: redis.Redis, valkey
     assert is_restored(client)
     said = capsys.readouterr().out
     places = f"from the object store {tmp_path / 'objects'} into the state server {valkey}\n"
-    assert said.startswith(f"{places}restored 1 runs and 1 checkpoints\n")
+    assert said.startswith(f"{places}restored 1 runs and 2 checkpoints\n")
     assert f"run {MODEL} continues after seq 6\n" in said
     assert f"checkpoint {PATH}\n" in said
     for lost in ("calls after a run's newest snapshot", "results", "sampling sessions", "metadata of sessions"):
@@ -61,6 +67,24 @@ def test_it_says_what_it_restored_and_what_it_cannot(client: redis.Redis, valkey
     said = capsys.readouterr().out
     assert "restored 0 runs and 0 checkpoints\n1 runs were not missing" in said
     assert "not restored" not in said, "nothing was lost"
+
+
+def test_workers_that_run_meanwhile_keep_what_the_limits_of_a_project_keep(
+    client: redis.Redis, valkey: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    objects, records = FolderStore(tmp_path / "objects", "", ""), RedisRecords(client)
+    store_run(objects)
+    AccountFiles(objects).add(Project("me", "org", "mine", 0.0, limits={"keep_checkpoints": None}))
+    rebuild = Rebuild.__call__
+
+    def and_retain(self: Rebuild) -> Restored:
+        restored = rebuild(self)
+        Retention(records, LimitsFinder(records, Limits(keep_checkpoints=1))).sweep()
+        return restored
+
+    monkeypatch.setattr(Rebuild, "__call__", and_retain)
+    assert cli.main(["rebuild", "--data-dir", str(tmp_path), "--redis", valkey]) == 0
+    assert is_restored(client)
 
 
 def test_what_a_project_spent_this_month_is_refilled_from_its_kept_usage(
