@@ -16,8 +16,8 @@ One TOML file has the settings: `tinsmith up --config tinsmith.toml`. An unknown
 checks a file. Secrets may come from the environment instead: `TINSMITH_REDIS_URL`, `TINSMITH_BROKER_URL`,
 `TINSMITH_S3_ACCESS_KEY`, `TINSMITH_S3_SECRET_KEY`, `TINSMITH_URL_SECRET`, `TINSMITH_CAPTURE_SECRET`,
 `TINSMITH_API_KEY`, and `TINSMITH_OPERATOR_KEY` for the key of an operator. A variable overrides the file, unless it
-is empty, and an option of `tinsmith up` overrides both. The SDK accepts only keys that begin with `tml-` and have at
-least 8 more characters.
+is empty; the two keys are added to those in the file. An option of `tinsmith up` overrides both. The SDK accepts only
+keys that begin with `tml-` and have at least 8 more characters.
 
 ```toml
 data_dir = "/srv/tinsmith"

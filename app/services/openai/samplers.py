@@ -34,8 +34,8 @@ class Samplers:
     def of(self, caller: Caller, model: str) -> tuple[str, Sampler]:
         """(id, sampler) of a base model, a tinker:// path, or "<base>;<path>"; nothing is stored.
 
-        A new save under the same path is a different sampler. Raises Forbidden, NotFound (model, and foreign and
-        missing paths with the same text), or BadRequest for a path that cannot be sampled.
+        A new save under the same path is a different sampler. Raises Forbidden, NotFound (model, and missing
+        paths and unpublished ones of others with the same text), or BadRequest for a path that cannot be sampled.
         """
         check_role(caller, caller.project)
         base, path = _parts(model)
