@@ -216,7 +216,7 @@ def test_a_folder_with_a_damaged_manifest_is_named_and_the_rest_restored(
 ):
     store = FolderStore(tmp_path / "objects", "", "")
     store_run(store)
-    store.put_new(f"models/{MODEL}/weights/b/8-1/{MANIFEST}", b"not json")
+    store.put_new(f"models/{MODEL}/weights/c/9-1/{MANIFEST}", b"not json")
     assert cli.main(["rebuild", "--data-dir", str(tmp_path), "--redis", valkey]) == 0
     assert is_restored(client)
-    assert f"damaged, not restored: models/{MODEL}/weights/b/8-1\n" in capsys.readouterr().out
+    assert f"damaged, not restored: models/{MODEL}/weights/c/9-1\n" in capsys.readouterr().out
