@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -177,6 +177,9 @@ class Saver:
 
     def _write(self, captured: Captured, path: str = "", expiry: Expiry = _FOR_EVER) -> tuple[str, Manifest]:
         place = captured.place
+        with suppress(NotFound):
+            # An earlier try wrote it all. To write again may take so long that the model is evicted again, without end.
+            return str(place), transfer.read_manifest(self.store, str(place))
         with _new_folder(self.scratch.folder) as folder:
             self.scratch.check(captured.write.size)
             captured.write(folder)

@@ -126,3 +126,17 @@ def test_a_save_waits_for_room_on_its_disk(world: World, monkeypatch: pytest.Mon
         full.handle(1, "save_weights")
     saved = world.worker("a/2").handle(1, "save_weights")
     assert saved is not None and not saved.failed
+
+
+def test_a_save_that_an_earlier_try_wrote_is_not_written_again(world: World, monkeypatch: pytest.MonkeyPatch):
+    """The earlier try may have lost its model meanwhile. If each try took as long, the model might go each time."""
+    worker, op = world.worker("a/1"), SaveWeights("weights", "kept")
+    worker.handle(0, "create_model")
+    lease, saver = worker.owner.residents()[MODEL].lease, worker.snapshots._saver
+    first = saver.save(lease, 1, op)()
+
+    def write(folder: Path) -> None:
+        raise AssertionError("it is written again")
+
+    monkeypatch.setattr(worker.backend, "capture", lambda *_, **__: Writer(write, 0))
+    assert saver.save(lease, 1, op)().result == first.result
