@@ -290,10 +290,16 @@ class Owner:
                 raise Fenced(f"another worker continued {lease.model_id} during the restore: {error}") from error
             self._lost(lease.model_id)
             raise Unrestorable(lease, f"{lease.model_id} cannot be restored: {error}") from error
-        except (Fenced, Unavailable, Unrestorable, redis.RedisError):
+        except Unrestorable:
+            self.put_off(lease, lease.applied + 1)
+            self._lost(lease.model_id)
+            raise
+        except (Fenced, Unavailable, redis.RedisError):
             self.put_off(lease, lease.applied + 1)
             raise
         except Exception as error:
+            with contextlib.suppress(redis.RedisError):
+                self._lost(lease.model_id)
             waiting = [] if entry is None else [(lease, entry.seq)]
             why = f"restoring {lease.model_id} broke the backend"
             log.exception(why)

@@ -207,6 +207,7 @@ class TrainingRunner:
                 resident = self._own(dispatch)
             except Unrestorable as lost:
                 self._fail_through(lost, seq)
+                self._retry_backoff.advanced(model_id, ended=seq)
                 return None
             except Exhausted as spent:
                 self._fail(spent.lease, spent.entry, _given_up(spent.entry))
@@ -307,6 +308,8 @@ class TrainingRunner:
                 self._oplog.strike(lost.lease, at)
                 raise Requeue(str(lost))
             self._fail(lost.lease, entry, str(lost))
+            if not lost.at_once:
+                telemetry.GIVEN_UP.labels(entry.kind).inc()
 
     def _fail(self, lease: Lease, entry: Entry, why: str) -> None:
         """Commits the failure of an Op that is not run here."""

@@ -267,11 +267,12 @@ class RetryBackoff:
         """True until the model has advanced, also while it is retried."""
         return model_id in self._pauses
 
-    def advanced(self, model_id: str) -> None:
-        """Dispatches all Ops that wait for the model."""
+    def advanced(self, model_id: str, *, ended: int = -1) -> None:
+        """Dispatches all Ops that wait for the model, except those up to the seq `ended`."""
         waiting = self.forget(model_id)
         for seq in sorted(waiting):
-            self._send_for(model_id, seq, waiting[seq])
+            if seq > ended:
+                self._send_for(model_id, seq, waiting[seq])
 
     def forget(self, model_id: str) -> dict[int, str]:
         """Drops the model's waiting Ops and its pause. Returns the Ops: kinds by seq."""

@@ -15,7 +15,7 @@ from prometheus_client import REGISTRY
 
 from app.domain.checkpoints import MANIFEST
 from app.domain.ops import SaveWeights
-from app.errors import Requeue
+from app.errors import OpError, Requeue
 from app.stores.objects.folder import FolderStore
 from app.stores.redis import keys
 from tests.unit.workers.checkpoints.test_snapshots import WITHIN_S, Shaky, local, train, waits_for_upload
@@ -23,7 +23,7 @@ from tests.unit.workers.conftest import MODEL, World, await_true, batch, step
 from tests.unit.workers.sample.test_adapters import Make, RecordingBackend, make, store
 from tests.unit.workers.sample.test_admission import BATCH, Engine
 from tests.unit.workers.sample.test_runner import REQUEST, SESSION, admit, backend, runner
-from tests.unit.workers.train.test_restore_faults import kill_by_restore, replay_alone, replay_due
+from tests.unit.workers.train.test_restore_faults import NoReplay, kill_by_restore, replay_alone, replay_due
 from tests.unit.workers.train.test_scheduler import MERGED, A, B, handle, worker_of
 from tests.unit.workers.train.test_scheduler import admit as admit_op
 from workers.backends.sampling.base import RequestHandle, SamplerBackend
@@ -165,6 +165,16 @@ def test_ops_of_a_model_that_cannot_be_restored_are_counted_as_failed(replay_due
     assert replay_due.worker("b/4").handle(4).failed
     assert more("optim_step", before["optim_step"]) == [1, 1, 3], "the workers died before it"
     assert more("forward_backward", before["forward_backward"]) == [0, 2, 0]
+
+
+def test_an_op_of_a_model_that_is_lost_is_given_up_after_its_attempts(replay_due: World):
+    before, worker = failures("optim_step"), replay_due.worker("b/1")
+    NoReplay(worker, OpError("it does not fit"))
+    for _ in range(2):
+        with pytest.raises(Requeue):
+            worker.handle(2, "optim_step")
+    assert worker.handle(2, "optim_step").failed
+    assert more("optim_step", before) == [1, 1, 2]
 
 
 def test_a_sample_that_is_given_up_is_counted_once_with_all_its_attempts(world: World, backend: SamplerBackend):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import pytest
 
@@ -21,6 +23,7 @@ from tests.unit.workers.checkpoints.test_shm_transfer import (
 )
 from tests.unit.workers.conftest import MODEL, World, await_true, step
 from tests.unit.workers.train.saves import GatedStore, admit, store
+from workers.train.executor import Executor
 
 __all__ = ["dies_at_once", "store"]  # the fixtures
 
@@ -36,14 +39,43 @@ def left_by_a_lost_worker(world: World, store: GatedStore) -> str:
     return prefix
 
 
-def test_a_run_that_cannot_be_restored_keeps_no_sampler_waiting(world: World, store: GatedStore):
-    prefix = left_by_a_lost_worker(world, store)
+def its_snapshot_is_lost(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(world.folder / "objects" / "models" / MODEL / "snapshots")
-    successor = world.worker("b/1", store=healthy(world))
+
+
+def it_breaks_the_backend(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Executor, "restore", raising(RuntimeError("the device is gone")))
+
+
+def it_ended_three_workers(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as deadly:
+        deadly.setattr(Executor, "restore", raising(KeyboardInterrupt()))
+        for boot in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                world.worker(f"c/{boot}", store=healthy(world)).handle(3, "catch_up")
+
+
+def raising(error: BaseException) -> Callable[..., NoReturn]:
+    def restore(*_: Any) -> NoReturn:
+        raise error
+
+    return restore
+
+
+@pytest.mark.parametrize("why", [its_snapshot_is_lost, it_breaks_the_backend, it_ended_three_workers])
+def test_a_run_that_cannot_be_restored_keeps_no_sampler_waiting(
+    world: World,
+    store: GatedStore,
+    monkeypatch: pytest.MonkeyPatch,
+    why: Callable[[World, pytest.MonkeyPatch], None],
+):
+    prefix = left_by_a_lost_worker(world, store)
+    why(world, monkeypatch)
+    successor = world.worker("c/3", store=healthy(world))
     for left in ([prefix], [prefix], []):
         successor.handle(3, "catch_up")
         assert on_record(world) == left
-    with pytest.raises(ServerOpError, match="gone"), files(world, store, "b").use(prefix):
+    with pytest.raises(ServerOpError, match="gone"), files(world, store, "c").use(prefix):
         pass
 
 

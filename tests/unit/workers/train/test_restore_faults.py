@@ -11,7 +11,7 @@ import redis
 from app.domain.ops import ForwardBackward
 from app.domain.records import Model
 from app.domain.results import Result
-from app.errors import NoMemory, NotFound, OpError, Requeue, Unavailable
+from app.errors import NoMemory, NotFound, OpError, Requeue, TinsmithError, Unavailable
 from app.stores.redis import keys
 from app.stores.redis.lifecycle import RedisLifecycle
 from app.stores.redis.types import Lease
@@ -178,6 +178,28 @@ def retried(worker: Worker) -> list[str]:
     worker.dispatched.clear()
     worker.retry_backoff.retry_due()
     return [request_id for _, request_id, _ in worker.dispatched]
+
+
+def test_a_model_that_is_lost_is_not_restored_again_once_its_calls_have_failed(
+    replay_due: World, now: list[float], monkeypatch: pytest.MonkeyPatch
+):
+    """Each try would cost another model its place, and everybody the time of a restore."""
+    successor = replay_due.worker("b/1")
+    tries: list[TinsmithError] = [Unavailable("the store is away"), *[NotFound("its snapshot is gone")] * 3]
+
+    def restore(lease: Lease) -> None:
+        raise tries.pop(0)
+
+    monkeypatch.setattr(successor.owner, "_restore", restore)
+    for _ in range(3):
+        with pytest.raises(Requeue):
+            successor.handle(2, "optim_step")
+        now[0] += 3600
+    successor.dispatched.clear()
+    assert "cannot be restored" in error_of(successor.handle(2, "optim_step"))
+    assert successor.dispatched == [], "it has ended"
+    now[0] += 3600
+    assert (retried(successor), tries) == ([], [])
 
 
 BREAKS, LACKS_MEMORY = RuntimeError("the device is gone"), NoMemory("full")
