@@ -221,7 +221,7 @@ class Snapshots:
         unused = time.monotonic() - self._unused_s
         for model_id, track in list(self._tracks.items()):
             if track.used < unused and track.is_durable:
-                self.forget(model_id)
+                del self._tracks[model_id]
 
     def close(self) -> None:
         """Ends the threads after their current work, if that is soon; the next start continues with the files on

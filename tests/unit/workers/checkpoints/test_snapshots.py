@@ -374,9 +374,20 @@ def test_the_disk_is_cleared_of_what_is_durable_and_long_unused(world: World, st
     store.away = False
     world.await_snapshot(4)
     await_true(lambda: worker.snapshots._track(MODEL).is_durable, "it was not noticed")
-    worker.snapshots.clear()
+    for _ in range(2):  # of a model that this trainer no longer has, the age on the disk counts
+        worker.snapshots.clear()
     assert local(world) == []
     assert train(world, worker, [2]) == 6
+
+
+def test_another_trainers_snapshots_stay_when_a_model_is_long_unused_here(world: World, store: Shaky):
+    worker = world.worker("a/1", share=math.inf, store=store, idle_s=0.001)
+    world.await_snapshot(train(world, worker, [0]))
+    await_true(lambda: worker.snapshots._track(MODEL).is_durable, "it was not noticed")
+    (world.folder / "a" / "snapshots" / MODEL / "6-2").mkdir()
+    for _ in range(2):
+        worker.snapshots.clear()
+    assert local(world) == [6], "it is not durable"
 
 
 def test_a_backend_that_cannot_be_captured_stops_no_training(world: World, store: Shaky, monkeypatch):
