@@ -128,15 +128,20 @@ class Rebuild:
     def _newest(
         self, places: Iterable[CheckpointPrefix], found: KeysByPlace
     ) -> tuple[CheckpointPrefix, Manifest] | None:
-        """The newest complete place; a half-written place has no manifest."""
+        """The newest complete place; a half-written place has no manifest. A checkpoint may have the name of a save
+        without a path, and comes first."""
+        without_path = None
         for place in sorted(places, key=lambda place: (place.epoch, place.seq), reverse=True):
             if f"{place}/{MANIFEST}" not in found[place]:
                 continue
             manifest = self._manifest(place, found[place])
             if manifest is not None and all(f"{place}/{name}" in found[place] for name in manifest.files):
-                return place, manifest
-            self._restored.damaged.append(str(place))
-        return None
+                if manifest.path or place.kind == SNAPSHOT:
+                    return place, manifest
+                without_path = without_path or (place, manifest)
+            else:
+                self._restored.damaged.append(str(place))
+        return without_path
 
     def _manifest(self, place: CheckpointPrefix, keys: list[str]) -> Manifest | None:
         """The manifest with the latest values of the fields that may change; None if it is damaged."""

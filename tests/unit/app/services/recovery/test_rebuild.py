@@ -182,6 +182,15 @@ def test_of_a_path_that_was_overwritten_since_the_backup_the_later_save_counts(i
     assert installation.prefix("old") == newer
 
 
+def test_a_checkpoint_with_the_name_of_a_later_save_without_a_path_is_restored(installation: Installation):
+    named = installation.write("sampler_weights/ephemeral-6", 5, 1)
+    installation.write("sampler_weights/ephemeral-6", 6, 1, says={"path": ""})
+    path = f"tinker://{MODEL}/sampler_weights/ephemeral-6"
+    assert installation.rebuild().checkpoints == [path]
+    stored = installation.records.find(Checkpoint, path)
+    assert stored is not None and stored.prefix == named
+
+
 def test_the_later_save_counts_whatever_the_difference_between_a_workers_clock_and_the_state_servers(
     installation: Installation,
 ):
