@@ -17,6 +17,14 @@ def test_a_key_that_the_file_and_the_environment_name_is_one_key(tmp_path: Path)
     assert (loaded.api_keys, loaded.operator_keys) == ((digest,), (digest,))
 
 
+def test_a_key_of_the_environment_is_added_to_those_of_the_file(tmp_path: Path) -> None:
+    first, second = (settings.hash_key(f"tml-012345678{digit}") for digit in range(2))
+    file = tmp_path / "tinsmith.toml"
+    file.write_text(f'api_keys = ["{first}"]\noperator_keys = ["{first}"]\n')
+    loaded = settings.load(file, {"TINSMITH_OPERATOR_KEY": "tml-0123456781"})
+    assert (loaded.api_keys, loaded.operator_keys) == ((first, second), (first, second))
+
+
 @pytest.mark.parametrize(
     ("state", "broker"),
     [
