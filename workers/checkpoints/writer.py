@@ -178,7 +178,7 @@ class Saver:
     def _write(self, captured: Captured, path: str = "", expiry: Expiry = _FOR_EVER) -> tuple[str, Manifest]:
         place = captured.place
         with suppress(NotFound):
-            # An earlier try wrote it all. To write again may take so long that the model is evicted again, without end.
+            # An earlier try of this worker wrote it all. A second write might outlast the model here once more.
             return str(place), transfer.read_manifest(self.store, str(place))
         with _new_folder(self.scratch.folder) as folder:
             self.scratch.check(captured.write.size)

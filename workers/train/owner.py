@@ -292,20 +292,26 @@ class Owner:
             raise Unrestorable(lease, f"{lease.model_id} cannot be restored: {error}") from error
         except Unrestorable:
             self.put_off(lease, lease.applied + 1)
-            self._lost(lease.model_id)
+            self._count_lost(lease)
             raise
         except (Fenced, Unavailable, redis.RedisError):
             self.put_off(lease, lease.applied + 1)
             raise
         except Exception as error:
-            with contextlib.suppress(redis.RedisError):
-                self._lost(lease.model_id)
+            self._count_lost(lease)
             waiting = [] if entry is None else [(lease, entry.seq)]
             why = f"restoring {lease.model_id} broke the backend"
             log.exception(why)
             raise Broken(why, *waiting, restored=lease) from error
         self.put_off(lease, lease.applied + 1)
         return restored
+
+    def _count_lost(self, lease: Lease) -> None:
+        """Reports a failed restore, unless another worker continued the model. Raises nothing: an error would hide that
+        of the restore."""
+        with contextlib.suppress(redis.RedisError, Unavailable):
+            if self._oplog.acquire(lease.model_id, self._worker) == lease:
+                self._lost(lease.model_id)
 
     def _restore_once_more(self, lease: Lease) -> GradAccumulation:
         """Restores the model, unless that ended too many workers. Otherwise each of the model's Ops would end three."""

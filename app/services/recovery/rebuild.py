@@ -128,8 +128,8 @@ class Rebuild:
     def _newest(
         self, places: Iterable[CheckpointPrefix], found: KeysByPlace
     ) -> tuple[CheckpointPrefix, Manifest] | None:
-        """The newest complete place; a half-written place has no manifest. A checkpoint may have the name of a save
-        without a path, and comes first."""
+        """The newest complete place; a half-written place has no manifest. A checkpoint with a path comes before a save
+        without one, which may have the same name."""
         without_path = None
         for place in sorted(places, key=lambda place: (place.epoch, place.seq), reverse=True):
             if f"{place}/{MANIFEST}" not in found[place]:
