@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
+import redis
 
-from app.errors import NoMemory, Requeue, ServerOpError
+from app.errors import NoMemory, Requeue, ServerOpError, Unavailable
 from app.stores.redis import keys
 from tests.unit.workers.checkpoints.test_shm_transfer import (
     await_upload,
@@ -77,6 +78,20 @@ def test_a_run_that_cannot_be_restored_keeps_no_sampler_waiting(
         assert on_record(world) == left
     with pytest.raises(ServerOpError, match="gone"), files(world, store, "c").use(prefix):
         pass
+
+
+@pytest.mark.parametrize("error", [Unavailable("a replica is behind"), redis.ConnectionError("away")])
+def test_a_break_is_handled_as_one_although_it_cannot_be_reported(
+    world: World, store: GatedStore, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    """All states here are suspect."""
+    left_by_a_lost_worker(world, store)
+    it_breaks_the_backend(world, monkeypatch)
+    successor = world.worker("b/1", store=healthy(world))
+    monkeypatch.setattr(successor.owner, "_lost", raising(error))
+    admit(world, *step(1), first=4)
+    with pytest.raises(Requeue, match="broke the backend"):
+        successor.handle(4)
 
 
 @pytest.mark.parametrize("worker", ["a/2", "b/1"], ids=["same machine", "other machine"])
