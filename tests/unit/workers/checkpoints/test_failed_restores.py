@@ -94,6 +94,25 @@ def test_a_break_is_handled_as_one_although_it_cannot_be_reported(
         successor.handle(4)
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_break_does_not_count_for_a_model_that_another_worker_continued_meanwhile(
+    world: World, store: GatedStore, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+):
+    left_by_a_lost_worker(world, store)
+    successor, lost = world.worker("b/1", store=healthy(world)), list[str]()
+
+    def restore(*_: Any) -> NoReturn:
+        if goes_on:
+            world.client.delete(keys.lease(MODEL))
+            world.oplog.acquire(MODEL, "d/1")
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(Executor, "restore", restore)
+    monkeypatch.setattr(successor.owner, "_lost", lost.append)
+    successor.handle(3, "catch_up")
+    assert lost == ([] if goes_on else [MODEL])
+
+
 @pytest.mark.parametrize("worker", ["a/2", "b/1"], ids=["same machine", "other machine"])
 def test_memory_that_is_short_in_restores_costs_no_adapter_and_no_snapshot(
     world: World, store: GatedStore, monkeypatch: pytest.MonkeyPatch, worker: str
