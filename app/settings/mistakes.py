@@ -54,7 +54,7 @@ def _sentence(location: _Location, errors: list[Any]) -> str:
         return "this is a section of settings, not one value"
     if kind == "tuple_type" and isinstance(value, Mapping):
         return f"this is a list of sections; write [[{location.path}]]"
-    shown = "" if _is_secret(location) or isinstance(value, Mapping) else f" (got {value!r})"
+    shown = "" if _is_secret(location) or _has_sections(value) else f" (got {value!r})"
     return " or ".join(dict.fromkeys(map(_message, errors))) + shown
 
 
@@ -62,6 +62,10 @@ def _message(error: Any) -> str:
     if error["type"] == "tuple_type":  # TOML has only lists, no tuples
         return "Input should be a list"
     return str(error["ctx"]["error"] if error["type"] == "value_error" else error["msg"]).replace("Tuple", "List")
+
+
+def _has_sections(value: Any) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(each, Mapping) for each in value))
 
 
 def _is_secret(location: _Location) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from app.domain.prices import Prices
 from app.settings.section import Section
@@ -23,6 +24,7 @@ from app.settings.server import (
 from app.settings.workers import BaseModelSettings
 
 _SHARED_MEMORY = Path("/dev/shm")
+_DIGEST = re.compile("[0-9a-f]{64}")
 _THIS_MACHINE = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -51,6 +53,24 @@ class Settings(Section):
     base_models: tuple[BaseModelSettings, ...] = Field(
         (), description="a base model; repeat the section for more; without one `tinsmith up` serves the bundled model"
     )
+
+    @field_validator("api_keys", "operator_keys")
+    @classmethod
+    def _are_digests(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(map(_DIGEST.fullmatch, keys)):
+            raise ValueError(
+                "one of these is not the sha256 digest of a key, which has 64 hex digits in lower case; print it with "
+                "`printf %s KEY | sha256sum`"
+            )
+        return keys
+
+    @field_validator("base_models")
+    @classmethod
+    def _have_different_names(cls, bases: tuple[BaseModelSettings, ...]) -> tuple[BaseModelSettings, ...]:
+        names = [base.name for base in bases]
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"several have the name {min(repeated)!r}; give each base model a name of its own")
+        return bases
 
     def base_model(self, name: str) -> BaseModelSettings | None:
         return next((b for b in self.base_models if b.name == name), None)

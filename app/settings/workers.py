@@ -96,7 +96,7 @@ class TrainerSettings(Section):
         64, ge=1, description="models that one trainer holds; the least recently used ones are evicted"
     )
     memory_share: float = Field(1.0, gt=0, le=1, description="share of its GPU's memory that one rank may use")
-    metrics_port: int = Field(0, description=_METRICS_PORT)
+    metrics_port: int = Field(0, ge=0, le=65535, description=_METRICS_PORT)
 
     @property
     def gpus_needed(self) -> int:
@@ -179,7 +179,7 @@ class SamplerSettings(Section):
     engine_args: dict[str, Any] = Field(
         {}, description="further vLLM engine arguments, passed on unchanged; none of speculative decoding"
     )
-    metrics_port: int = Field(0, description=_METRICS_PORT)
+    metrics_port: int = Field(0, ge=0, le=65535, description=_METRICS_PORT)
 
     @field_validator("engine_args")
     @classmethod

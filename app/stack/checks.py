@@ -33,6 +33,7 @@ _VERSIONS, _BESIDE_WEIGHTS = 3, 2**26
 # so further processes need no more.
 _VLLM_QUEUE = 241 * 2**20
 _SHARED_MEMORY = Path("/dev/shm")
+_LAST_PORT = 65_535
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?")
 _EVERY_INTERFACE = ("0.0.0.0", "::", "")
 
@@ -50,6 +51,7 @@ def everything(settings: Settings) -> None:
         vllm(base)
     ports(settings)
     placement.check(settings)
+    replicas(settings)
     if settings.redis.url:
         state_server(settings.redis.url)
         broker(settings.broker_url)
@@ -138,6 +140,11 @@ def ports(settings: Settings) -> None:
             if not workers.metrics_port or bool(getattr(workers, "hostfile", "")):
                 continue
             setting = f"{section}.metrics_port of {base.name!r}"
+            if workers.metrics_port + workers.count - 1 > _LAST_PORT:
+                raise SetupError(
+                    f"{setting} is {workers.metrics_port} for {workers.count} workers, but the last port is "
+                    f"{_LAST_PORT}: lower it; each further worker of a section has the next port"
+                )
             for port in range(workers.metrics_port, workers.metrics_port + workers.count):
                 if port in given:
                     raise SetupError(
@@ -145,6 +152,15 @@ def ports(settings: Settings) -> None:
                         "further worker of a section has the next port"
                     )
                 given[port] = setting
+
+
+def replicas(settings: Settings) -> None:
+    """Checks that calls do not wait for replicas of the embedded state server, which has none."""
+    if settings.engine.replicas and not settings.redis.url:
+        raise SetupError(
+            f"engine.replicas is {settings.engine.replicas}, but the state server that `tinsmith up` starts has no "
+            "replicas, so no call could be acknowledged: set it to 0, or name your own server in redis.url"
+        )
 
 
 def state_server(url: str) -> None:

@@ -145,6 +145,16 @@ def test_all_mistakes_of_a_config_file_are_said_at_once_and_no_value_that_may_be
         (b"xyz = 1", "xyz: there is no such setting\n"),
         (b"[base_models]\nname = 'a'", "base_models: this is a list of sections; write [[base_models]]"),
         (b"[api]\nport = 1\nport = 2", "is not valid TOML: Cannot overwrite a value"),
+        (b'api_keys = ["tml-hunter2"]', "api_keys: one of these is not the sha256 digest of a key"),
+        (b'operator_keys = ["' + b"A" * 64 + b'"]', "operator_keys: one of these is not the sha256 digest of a key"),
+        (
+            b"[[base_models]]\nname = 'a'\npath = 'o/a'\n[[base_models]]\nname = 'a'\npath = 'o/b'",
+            "base_models: several have the name 'a'; give each base model a name of its own\n",
+        ),
+        (
+            b"[[base_models]]\nname = 'a'\npath = 'o/a'\ntrainer = {metrics_port = 91000}",
+            "base_models.0.trainer.metrics_port: Input should be less than or equal to 65535 (got 91000)",
+        ),
         (b"[api\nport = 1", "is not valid TOML: "),
         (b"[api]\nhost = '\xff'", "is not UTF-8 text"),
     ],

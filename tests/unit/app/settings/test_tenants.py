@@ -17,7 +17,10 @@ BUDGET = {"limits": {"project": {"monthly_budget": 5.0}}}
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"api_keys": ("a",), "operator_keys": ("a", "b")}, "operator_keys has a digest that is not in api_keys"),
+        (
+            {"api_keys": ("a" * 64,), "operator_keys": ("a" * 64, "b" * 64)},
+            "operator_keys has a digest that is not in api_keys",
+        ),
         (BUDGET, r"monthly_budget is 5, and nothing has a price.*\[prices\]"),
         (DAYS, "set it to 32 random characters"),
         ({"capture_secret": "c" * 31}, "capture_secret has 31 characters"),

@@ -378,6 +378,24 @@ def test_ports_of_one_process_each_are_fine(sections: dict[str, Any]) -> None:
     checks.ports(Settings(api={"port": 0}, base_models=(base_model(**sections),)))
 
 
+def test_the_ports_of_a_sections_workers_end_at_the_last_port() -> None:
+    def settings(count: int) -> Settings:
+        return Settings(base_models=(base_model(trainer={"count": count, "metrics_port": 65534}),))
+
+    checks.ports(settings(2))
+    with pytest.raises(
+        SetupError, match=r"^trainer\.metrics_port of 'small' is 65534 for 3 workers, but the last port"
+    ):
+        checks.ports(settings(3))
+
+
+def test_a_stack_whose_own_state_server_has_no_replicas_does_not_wait_for_any() -> None:
+    engine = EngineSettings(replicas=1)
+    checks.replicas(Settings(engine=engine, redis=RedisSettings(url="redis://a:1/0")))
+    with pytest.raises(SetupError, match=r"^engine\.replicas is 1, but the state server that `tinsmith up` starts has"):
+        checks.everything(Settings(engine=engine))
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
 def test_links_that_no_client_can_follow_are_named_with_the_remedy(host: str) -> None:
     [line] = checks.unreachable_links(Settings(api={"host": host, "port": 8001}))
