@@ -52,7 +52,7 @@ def planned(options: Options) -> tuple[Settings, Settings | None]:
     `settings_of`, TINSMITH_SETTINGS may name the file; `tinsmith up` does not read it."""
     settings = config.resolve(_named(options), os.environ)
     written = _written(settings)
-    if not is_in_use(settings.data_dir) or not written.exists():
+    if not is_in_use(settings.data_dir) or not _is_there(written):
         return settings, None
     running = settings_module.load(written, {})
     return settings, running if _is_at(running, settings.data_dir) else None  # a stack that starts on a copy
@@ -61,11 +61,10 @@ def planned(options: Options) -> tuple[Settings, Settings | None]:
 def _found(options: Options) -> tuple[Path, Settings]:
     """The data folder, and the settings of `settings_of`, which may be those of another folder."""
     settings = config.resolve(_named(options), os.environ)
-    folder = settings.data_dir
-    if settings.redis.url:
+    folder, written = settings.data_dir, _written(settings)
+    if settings.redis.url and not _is_of(settings, written):
         return folder, settings
-    written = _written(settings)
-    if not written.exists():
+    if not _is_there(written):
         raise SetupError(
             f"no stack has run on {folder}: start `tinsmith up` on it first, or name the state server in a "
             "file with --config"
@@ -74,6 +73,28 @@ def _found(options: Options) -> tuple[Path, Settings]:
         return folder, settings_module.load(written, {})
     running = settings_module.load(written)  # the environment has the keys of that server
     return folder, running.model_copy(update={"store": running.store.model_copy(update={"url": options.s3})})
+
+
+def _is_of(settings: Settings, written: Path) -> bool:
+    """True if the written settings are those of a stack on this data folder with this state server: `tinsmith up` has
+    added keys, secrets and a base model to those of its config file and options."""
+    if not os.access(written, os.R_OK):
+        return False
+    stack = settings_module.load(written, {})
+    return stack.redis.url == settings.redis.url and _is_at(stack, settings.data_dir)
+
+
+def _is_there(file: Path) -> bool:
+    """True if the file exists. Raises SetupError where this user may not know."""
+    try:
+        file.stat()
+    except PermissionError:
+        raise SetupError(
+            f"cannot read {file}: Permission denied; run this command as the user that runs the stack"
+        ) from None
+    except OSError:
+        return False
+    return True
 
 
 def _is_at(settings: Settings, folder: Path) -> bool:
@@ -91,7 +112,7 @@ def environment(options: Options) -> dict[str, str]:
     if named and settings_module.load(named).redis.url:
         return {**os.environ, SETTINGS_VARIABLE: str(named)}
     file = _written(running)
-    if not file.exists():
+    if not _is_there(file):
         raise SetupError(f"there is no {file}; name the settings of the stack with --config")
     return {**settings_module.without_secret_variables(os.environ), SETTINGS_VARIABLE: str(file)}
 
@@ -158,6 +179,10 @@ def reached(settings: Settings) -> Iterator[None]:
 def _check_not_stopped(settings: Settings) -> None:
     """Raises SetupError if the state server is that of a stack which ran on the data folder and has stopped."""
     file, folder = _written(settings), settings.data_dir
-    if not file.exists() or is_in_use(folder) or settings_module.load(file, {}).redis.url != settings.redis.url:
+    if (
+        not os.access(file, os.R_OK)
+        or is_in_use(folder)
+        or settings_module.load(file, {}).redis.url != settings.redis.url
+    ):
         return
     raise SetupError(f"the stack on {folder} is not running: start `tinsmith up --data-dir {folder}`")

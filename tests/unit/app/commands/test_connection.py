@@ -102,6 +102,40 @@ def test_a_copied_or_moved_folder_does_not_lead_to_the_stack_of_the_first(
     )
 
 
+def test_a_config_file_that_names_the_state_server_leads_to_the_keys_and_models_that_the_stack_added(
+    options: Options, tmp_path: Path
+) -> None:
+    written = options.data_dir / "run" / "settings.toml"
+    keys = f'api_keys = ["{"a" * 64}"]\n'
+    written.write_text(keys + written.read_text() + '[[base_models]]\nname = "bundled"\npath = "x"\n')
+    (tmp_path / "mine.toml").write_text('[redis]\nurl = "redis://own:1/0"\n')
+    found = connection.settings_of(replace(options, config=tmp_path / "mine.toml"))
+    assert (found.api_keys, [base.name for base in found.base_models]) == (("a" * 64,), ["bundled"])
+    (tmp_path / "mine.toml").write_text('[redis]\nurl = "redis://other:1/0"\n')
+    other = connection.settings_of(replace(options, config=tmp_path / "mine.toml"))
+    assert (other.api_keys, other.base_models) == ((), ())
+
+
+@pytest.mark.parametrize("command", ["status", "rebuild", "admin org list"])
+def test_a_user_who_may_not_read_the_data_folder_is_told_so(
+    command: str, options: Options, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*command.split(), "--data-dir", str(options.data_dir)]
+    cli.main(arguments)  # another user may not be able to import what it needs
+    capsys.readouterr()
+    options.data_dir.chmod(0)
+    me = os.geteuid()
+    os.seteuid(me or 65534)  # root may read everything
+    try:
+        code = cli.main(arguments)
+    finally:
+        os.seteuid(me)
+        options.data_dir.chmod(0o700)
+    said = f"tinsmith: cannot read {options.data_dir}/run/settings.toml: Permission denied; run this command as the "
+    error = capsys.readouterr().err
+    assert (code, error.startswith(said), error.count("\n")) == (2, True, 1), error
+
+
 def test_a_folder_has_many_paths(options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "link").symlink_to(options.data_dir)
     monkeypatch.chdir(tmp_path)
