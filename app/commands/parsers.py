@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _NOBODY = _UNLIMITED = "none"
 _DEFAULT = "default"
 _DAY_S = 86_400
+_MOST_DAYS = 36_500
 
 _ABOUT = "organisations, projects, users and keys, usage and audit log"
 
@@ -208,8 +209,8 @@ def _days(text: str) -> float:
         days = float(text)
     except ValueError:
         days = 0.0
-    if not 0 < days < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days above 0")
+    if not 0 < days <= _MOST_DAYS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of days above 0, and at most {_MOST_DAYS:,}")
     return days * _DAY_S
 
 

@@ -97,6 +97,16 @@ def test_a_key_for_some_days_expires_and_the_list_says_so(tinsmith, caller_of):
     assert 398 <= left.days <= 400
 
 
+def test_a_key_expires_within_a_hundred_years(tinsmith, capsys):
+    _, user, _ = made(tinsmith)
+    create = ("admin", "key", "create", "--user", user, "--days")
+    tinsmith(*create, "36500")
+    assert "until " in tinsmith("admin", "key", "list")
+    with pytest.raises(SystemExit):
+        cli.main([*create, "36501"])
+    assert "at most 36,500" in capsys.readouterr().err
+
+
 def test_limits_are_set_lifted_and_listed(tinsmith, caller_of):
     project, _, key = made(tinsmith)
     id_ = caller_of(key).key_id
