@@ -27,8 +27,11 @@ def without_secrets(url: str) -> str:
 
 
 def _passwords(url: str) -> list[str]:
-    """The passwords in a URL, as they are written there."""
-    parts = urlsplit(url)
+    """The passwords in a URL, as they are written there; none in what is not a URL, which ends the command."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return []
     options = (option.partition("=") for option in parts.query.split("&"))
     return [parts.password or "", *(value for name, _, value in options if name.endswith("password"))]
 

@@ -41,3 +41,8 @@ def test_a_password_is_hidden_wherever_it_is_in_the_command_line():
     url = "redis://:secret@a:1/0"
     line = subprocess.check_output([sys.executable, "-c", _PROGRAM, url, url], text=True)
     assert line == "redis://:xxxxxx@a:1/0\n" * 2
+
+
+def test_what_is_no_url_is_left_to_the_check_of_the_settings():
+    line = subprocess.check_output([sys.executable, "-c", _PROGRAM, "redis://[::1:6379/0"], text=True)
+    assert line == "redis://[::1:6379/0\n"
