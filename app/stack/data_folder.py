@@ -13,7 +13,8 @@ from pathlib import Path
 
 from app.errors import SetupError
 
-_LEFTOVERS_WAIT_S = 20.0
+# A worker that is in a long call ends itself 27 s after it was told to.
+_LEFTOVERS_WAIT_S = 40.0
 _OTHERS = 0o077
 # Nobody else gets past a folder with neither of these.
 _ENTER = 0o011
@@ -56,9 +57,7 @@ class DataFolder:
             (self.run / ".writable").unlink()
             return os.open(self.run / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise SetupError(
-                f"cannot write to the data folder {self.root}: {error.strerror}; choose another with --data-dir"
-            ) from None
+            raise unwritable(self.root, error) from None
 
     def _make_folders(self) -> None:
         """Makes the folders, and takes the permissions of other users on those that an earlier version made.
@@ -82,15 +81,18 @@ class DataFolder:
         deadline = time.monotonic() + _LEFTOVERS_WAIT_S
         while not self._try_lock():
             if self._holder_is_alive() or time.monotonic() > deadline:
-                pid = self._holder()
+                user = f"another stack uses the data folder {self.root} (process {self._holder()}); stop it"
+                if not self._holder_is_alive():
+                    user = f"processes of a stack that was killed still use the data folder {self.root}; end them"
                 os.close(self.lock_fd)
-                raise SetupError(
-                    f"another stack uses the data folder {self.root} (process {pid}); stop it, or choose another "
-                    "folder with --data-dir"
-                )
+                raise SetupError(f"{user}, or choose another folder with --data-dir")
             time.sleep(0.1)
-        os.ftruncate(self.lock_fd, 0)
-        os.pwrite(self.lock_fd, str(os.getpid()).encode(), 0)
+        try:
+            os.ftruncate(self.lock_fd, 0)
+            os.pwrite(self.lock_fd, str(os.getpid()).encode(), 0)
+        except OSError as error:
+            os.close(self.lock_fd)
+            raise unwritable(self.root, error) from None
 
     def _try_lock(self) -> bool:
         try:
@@ -136,6 +138,11 @@ def check_locks(folder: Path, there: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise _without_locks(folder, error) from None
+
+
+def unwritable(folder: Path, error: OSError) -> SetupError:
+    """The error of a stack that cannot write to its data folder."""
+    return SetupError(f"cannot write to the data folder {folder}: {error.strerror}; choose another with --data-dir")
 
 
 def _without_locks(folder: Path, error: OSError) -> SetupError:

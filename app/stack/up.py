@@ -40,7 +40,7 @@ from app.settings import (
 from app.stack import checks, config, hardware, placement, ports, valkey
 from app.stack.child import Command
 from app.stack.config import Options
-from app.stack.data_folder import DataFolder, write_private
+from app.stack.data_folder import DataFolder, unwritable, write_private
 from app.stack.run_news import RunNews
 from app.stack.signals import StopFlag, interrupted_by, stop_signals
 from app.stack.supervisor import Supervisor
@@ -87,7 +87,10 @@ def up(options: Options) -> int:
     say = _teller(options)
     with _private_files(), closing(DataFolder(settings.data_dir)) as folder:
         with interrupted_by(*_STOP_SIGNALS):  # it may fetch a model for minutes
-            plan = prepare(settings, options, folder)
+            try:
+                plan = prepare(settings, options, folder)
+            except OSError as error:  # a full disk, for one
+                raise unwritable(folder.root, error) from None
         _warn_of_faults(plan.settings)
         say(f"data in {folder.root}, logs in {folder.logs}{_key_notice(settings, folder)}")
         with (

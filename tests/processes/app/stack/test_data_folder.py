@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import SetupError
+from app.stack import data_folder
 from app.stack.data_folder import DataFolder, check_locks, is_in_use
 from tests.processes.app.stack.running import alive
 
@@ -66,6 +67,16 @@ def test_a_folder_is_not_free_before_the_last_process_of_a_killed_stack_is_gone(
     threading.Timer(0.5, os.kill, (left, signal.SIGKILL)).start()
     DataFolder(tmp_path).close()
     assert not alive(left)
+
+
+def test_processes_of_a_killed_stack_that_do_not_end_are_named_and_not_the_stack(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_folder, "_LEFTOVERS_WAIT_S", 0.3)
+    ended = subprocess.run([sys.executable, "-c", LEAVE_A_PROCESS, tmp_path], stdout=subprocess.PIPE, check=True)
+    try:
+        with pytest.raises(SetupError, match="processes of a stack that was killed still use the data folder"):
+            DataFolder(tmp_path)
+    finally:
+        os.kill(int(ended.stdout), signal.SIGKILL)
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_the_remedy(tmp_path):

@@ -440,6 +440,19 @@ def test_gpus_that_a_cpu_build_of_torch_does_not_use_are_one_line(tmp_path, mode
     assert line.startswith("torch 2.13.0+cpu is a CPU build, so workers do not use this machine's GPUs; run ")
 
 
+@pytest.mark.parametrize("bytes_left", [0, 16])
+def test_a_full_disk_ends_the_start_with_2_and_one_line(bytes_left, tmp_path, model):
+    """It stops the note of who holds the folder, or the next file."""
+    limit = (
+        "import resource, sys; from app import cli; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)"
+    )
+    command = [sys.executable, "-c", f"{limit}; sys.exit(cli.main(sys.argv[2:]))", str(bytes_left), "up", "--port", "0"]
+    options = ["--data-dir", tmp_path / "data", "--base-model", f"small={model}"]
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, check=False)
+    said = f"tinsmith: cannot write to the data folder {tmp_path / 'data'}: File too large; choose another with"
+    assert (ended.returncode, ended.stderr.startswith(said), ended.stderr.count("\n")) == (2, True, 1), ended.stderr
+
+
 def test_a_start_on_an_empty_store_ends_with_2_and_one_line(tmp_path, model):
     with stack(tmp_path / "data", model):
         pass
