@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from app.commands import connection
 from app.errors import SetupError
-from app.stack import ports
+from app.stack import child, ports
 from app.stack.config import Options
 
 _LOGIN = "FLOWER_BASIC_AUTH"
@@ -36,8 +36,8 @@ def flower(options: Options, address: str, port: int) -> NoReturn:
     environ = connection.environment(options)
     port = ports.free_port(address, port, "--address", "--port")
     options_of_flower = (f"--address={address}", f"--port={port}", f"--tasks-columns={COLUMNS}")
-    command = [sys.executable, "-m", "celery", "-A", "workers.celery_app", "flower", *options_of_flower]
-    os.execve(sys.executable, command, environ)
+    command = [sys.executable, "-m", "workers.flower", *options_of_flower]
+    os.execve(sys.executable, command, {**environ, **child.import_path(environ)})
 
 
 def _is_loopback(address: str) -> bool:

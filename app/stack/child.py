@@ -36,17 +36,20 @@ _LOG_BYTES = 16 * 2**20
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of `environ` for a child that runs our code. Secrets are left out: they would override the settings
     that options have changed. So are the variables that describe a rank: a trainer would take itself for that rank of
-    the job, a PyTorchJob or Slurm's, in which `tinsmith up` runs.
-
-    The child and its own children do not import from the current folder, where a file of the user's may have the name
-    of a module: `python -m` would put it first on the import path. A checkout that this process itself runs from its
-    current folder stays on the path.
-    """
+    the job, a PyTorchJob or Slurm's, in which `tinsmith up` runs."""
     kept = without_secret_variables(environ).items()
     made = {name: value for name, value in kept if not _OF_A_RANK.fullmatch(name)}
+    return {**made, **import_path(made)}
+
+
+def import_path(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that keep a Python and its children from importing from the current folder, where a file of the
+    user's may have the name of a module: `python -m` would put it first on the import path. A checkout that this
+    process itself runs from its current folder stays on the path."""
+    made = {"PYTHONSAFEPATH": "1"}
     if sys.path[0] == _CODE and not sys.flags.safe_path:
-        made["PYTHONPATH"] = os.pathsep.join(filter(None, (_CODE, made.get("PYTHONPATH"))))
-    return {**made, "PYTHONSAFEPATH": "1"}
+        made["PYTHONPATH"] = os.pathsep.join(filter(None, (_CODE, environ.get("PYTHONPATH"))))
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,11 @@ def adopt_orphans() -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def children() -> set[int]:
+    """The processes that are children of this one."""
+    return {pid for pid, (parent, _) in _kin().items() if parent == os.getpid()}
+
+
 def kill_strays(known: Collection[int]) -> None:
     """Kills and reaps each child of this process that is not `known`. Their children then become children of this
     process, so the work repeats.
@@ -173,7 +181,7 @@ def kill_strays(known: Collection[int]) -> None:
     """
 
     def strays() -> set[int]:
-        return {pid for pid, (parent, _) in _kin().items() if parent == os.getpid()} - set(known)
+        return children() - set(known)
 
     while others := {pid for pid in strays() if not _is_tracker(pid)}:
         _kill(others)

@@ -97,8 +97,11 @@ class Supervisor:
         self._report = report
         self._oom_kills = oom_kills
         self._tiers: list[list[_Watched]] = []
+        self._strangers: set[int] = set()
 
     def __enter__(self) -> Supervisor:
+        # A shell that ended with `exec tinsmith up` leaves its background processes as children of this one.
+        self._strangers = stack_child.children()
         stack_child.adopt_orphans()
         return self
 
@@ -161,7 +164,7 @@ class Supervisor:
                 time.sleep(_TICK_S)
             for watched in tier:
                 watched.child.kill_group()
-        stack_child.kill_strays(())
+        stack_child.kill_strays(self._strangers)
 
     def _all(self) -> list[_Watched]:
         return [watched for tier in self._tiers for watched in tier]
@@ -187,7 +190,7 @@ class Supervisor:
     def _handle_exit(self, watched: _Watched, code: int, patient: bool) -> None:
         child = watched.child
         child.kill_group()
-        stack_child.kill_strays([w.child.pid for w in self._all() if w.child.pid])
+        stack_child.kill_strays({*self._strangers, *(w.child.pid for w in self._all() if w.child.pid)})
         if code == SETUP_ERROR_CODE and not patient:
             raise SetupError(f"{_setup_error(child)} (log: {child.log})")
         if code == UNSERVABLE_CODE and child.command.serves_base_model:  # gunicorn has another meaning for it

@@ -41,11 +41,14 @@ def flower(stack: Stack) -> Iterator[str]:
 
 @contextmanager
 def _running(stack: Stack, environ: dict[str, str]) -> Iterator[tuple[str, int]]:
-    """Flower on the stack's data folder: (URL, process id)."""
-    port = free_port()
+    """Flower on the stack's data folder: (URL, process id). It starts beside a user's own `app.py`."""
+    port, folder = free_port(), stack.data_dir.parent / "users"
+    folder.mkdir(exist_ok=True)
+    (folder / "app.py").write_text("raise SystemExit('a file of the user was imported')\n")
     process = subprocess.Popen(
-        [sys.executable, "-m", "app.cli", "flower", f"--port={port}", f"--data-dir={stack.data_dir}"],
+        [Path(sys.executable).with_name("tinsmith"), "flower", f"--port={port}", f"--data-dir={stack.data_dir}"],
         env={**os.environ, **environ},
+        cwd=folder,
     )
     try:
         yield f"http://127.0.0.1:{port}", process.pid

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -200,6 +202,22 @@ def test_what_a_dead_child_leaves_behind_is_ended_before_it_starts_again(tmp_pat
         second = numbers(pids)[1]
         living = [pid for pid in numbers(leftovers) if alive(pid)]
         assert alive(second) and len(living) <= 2
+
+
+def test_the_background_processes_of_the_shell_that_became_the_supervisor_are_left_alone(tmp_path):
+    pids, stranger = tmp_path / "pids", tmp_path / "stranger"
+    supervise = [sys.executable, "-m", "tests.processes.app.stack.stand_in", "supervise", str(tmp_path)]
+    command = shlex.join([*supervise, json.dumps([("worker", DIE_ONCE, str(pids))]), "", "60", ""])
+    shell = f"sleep 600 & echo $! > {stranger}; exec {command}"
+    with subprocess.Popen(["bash", "-c", shell], stdout=subprocess.DEVNULL) as process:
+        try:
+            assert eventually(lambda: len(numbers(pids)) == 2)
+            assert alive(numbers(stranger)[0])
+            assert stop(process) == 0
+            assert alive(numbers(stranger)[0]) and not alive(numbers(pids)[1])
+        finally:
+            process.kill()
+            subprocess.run(["kill", "-9", str(numbers(stranger)[0])], check=False)
 
 
 SHARE = (
