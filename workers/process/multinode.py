@@ -33,7 +33,7 @@ from typing import Any
 import tomli_w
 
 from app.errors import SetupError
-from app.settings import SETTINGS_VARIABLE, Settings
+from app.settings import METRICS_PORT_VARIABLE, SETTINGS_VARIABLE, Settings
 from app.stack import child
 from app.stack.signals import stop_signals
 from app.stack.supervisor import SETUP_ERROR_CODE
@@ -44,7 +44,10 @@ _GRACE_S = 45.0
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
 # Environment variables that the ranks of one machine would inherit. Secrets are in the settings; both travel inside
 # ssh's channel.
-_EXPORTED = ("CUDA_DEVICE_ORDER", "OMP_", "MKL_", "GLOO_", "NCCL_", "UCX_", "TORCH", "HF_", "DS_", "PYTHON")
+_EXPORTED = (
+    *("CUDA_DEVICE_ORDER", "OMP_", "MKL_", "GLOO_", "NCCL_", "UCX_", "TORCH", "HF_", "DS_", "PYTHON"),
+    METRICS_PORT_VARIABLE,
+)
 
 _TICK_S = 0.2
 _PORTS = range(20_000, 32_768)

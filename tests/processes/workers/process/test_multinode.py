@@ -28,7 +28,7 @@ sys.exit(7)
 # Writes what the rank is bound to.
 BOUND = """
 import os, sys
-names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "CUDA_DEVICE_ORDER")
+names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "CUDA_DEVICE_ORDER", "TINSMITH_METRICS_PORT")
 open(f"{sys.argv[1]}/{os.environ['RANK']}", "w").write(" ".join(os.environ[name] for name in names))
 """
 
@@ -50,17 +50,18 @@ def test_when_a_rank_fails_the_others_end_and_its_code_is_the_groups(tmp_path: P
 @pytest.mark.parametrize(
     ("devices", "bound"), [((5, 2, 4), {"0": "5,2 0", "1": "5,2 1", "2": "5 0"}), ((), {"0": "0,1 0", "2": "0 0"})]
 )
-def test_the_ranks_of_a_host_see_as_many_of_the_named_gpus_as_it_has_slots(
+def test_the_ranks_of_a_host_see_as_many_of_the_named_gpus_as_it_has_slots_and_their_copys_port(
     devices: tuple[int, ...], bound: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bound.py").write_text(BOUND)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setenv("TINSMITH_METRICS_PORT", "9101")  # each copy of a trainer has its own
     install_ssh(tmp_path / "bin", monkeypatch)
     command = ["bound", str(tmp_path)]
     assert multinode.run({FIRST: 2, SECOND: 1}, Settings(data_dir=tmp_path), "group", command, devices) == 0
     assert {rank: (tmp_path / rank).read_text() for rank in bound} == {
-        rank: f"{text} PCI_BUS_ID" for rank, text in bound.items()
+        rank: f"{text} PCI_BUS_ID 9101" for rank, text in bound.items()
     }
 
 
