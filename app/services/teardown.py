@@ -11,7 +11,7 @@ from itertools import chain, islice
 
 from app import ids
 from app.domain.checkpoints import MODELS, SNAPSHOT
-from app.domain.records import Loss, Model, Sampler
+from app.domain.records import Model, Sampler
 from app.errors import Unavailable
 from app.stores.objects.base import ObjectStore
 from app.stores.objects.notes import remove_checkpoint
@@ -70,12 +70,12 @@ class Teardown:
             if place and time.monotonic() >= until:
                 return
             step()
-        if len(runs) == _RETIRED_AT_ONCE or not self._lifecycle.forget(session_id):
+        if len(runs) == _RETIRED_AT_ONCE:
             return
-        # Without the session none of these ids can be used again. The orphans maintenance task removes the runs'
-        # records once their files are gone.
-        for loss_id in self._records.ids(Loss.namespace, ids.loss_prefix(session_id)):
-            self._records.delete(Loss.namespace, loss_id)
+        # Without the session none of its ids can be used again. The orphans maintenance task removes the runs' records
+        # once their files are gone.
+        while self._lifecycle.forget(session_id) is None and time.monotonic() < until:
+            pass
 
     def _free(self, model_ids: Iterable[str]) -> None:
         for holder in set(self._lifecycle.holders(model_ids)):

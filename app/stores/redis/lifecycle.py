@@ -28,6 +28,7 @@ _SLICE = 1000
 _EXPIRED_AT_ONCE = 500
 # One script ends this many requests in 12 ms; all other clients of the server wait meanwhile.
 _ABORTED_AT_ONCE = 100
+_LOSSES_LEFT = 2  # the reply of the script `forget`
 # Samplers that one script looks at; it looks at all of them again for each of its slices of requests.
 _SAMPLERS_AT_ONCE = 200
 # The SDK sends a heartbeat every 10 s. A client without heartbeats polls again after at most `api.poll_hold_s`.
@@ -96,10 +97,11 @@ class RedisLifecycle:
         past = self._now_ms() - self._retain_ms
         return texts(self._redis.zrangebyscore(keys.SESSIONS_ENDED, "-inf", past, 0, _SLICE))
 
-    def forget(self, session_id: str) -> bool:
-        """Removes the record of a retired session. Returns False, without a change, for one that is not retired any
-        more."""
-        return bool(self._run("forget", session_id, self._retain_ms))
+    def forget(self, session_id: str) -> bool | None:
+        """Removes the custom losses of a retired session, some at each call, and its record with the last ones. Returns
+        None while losses are left, and False, without a change, for a session that is not retired any more."""
+        reply = self._run("forget", session_id, self._retain_ms)
+        return None if reply == _LOSSES_LEFT else bool(reply)
 
     def end_model(self, model_id: str, *, retired: bool = False) -> Holder | None:
         """Ends a model for good, in one step; a repeat changes nothing.

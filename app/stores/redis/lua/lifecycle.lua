@@ -113,9 +113,18 @@ return silent
 
 -- script: forget flags=allow-oom
 -- needs: is_retired, list_session
--- Remove the record of a session that has nothing left. ARGV: session id, ms since which it must have ended.
--- Returns 1, or 0 when the session is open again.
+-- Remove the record of a session that has nothing left but custom losses, after these; of many a slice.
+-- ARGV: session id, ms since which it must have ended. Returns 1, 0 when the session is open again, or 2 when losses are
+-- left.
+local REMOVED_AT_ONCE = 200
 if not is_retired(cjson.encode(ARGV[1]), ARGV[2]) then return 0 end
+local prefix, index = ARGV[1] .. ':loss:', 'tinsmith:index:losses'
+local losses = redis.call('ZRANGEBYLEX', index, '[' .. prefix, '(' .. prefix .. '\255', 'LIMIT', 0, REMOVED_AT_ONCE)
+for _, id in ipairs(losses) do
+  redis.call('DEL', 'tinsmith:losses:' .. id)
+  redis.call('ZREM', index, id)
+end
+if #losses == REMOVED_AT_ONCE then return 2 end
 redis.call('ZREM', 'tinsmith:sessions_ended', ARGV[1])
 redis.call('DEL', 'tinsmith:sessions:' .. ARGV[1])
 redis.call('ZREM', 'tinsmith:index:sessions', ARGV[1])

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from app.domain.records import Checkpoint, Loss, Model, Sampler, Session
-from app.errors import Gone, Unavailable
+from app.errors import Gone, NotReplicated, Unavailable
 from app.services.teardown import Teardown
 from app.settings import EngineSettings
 from app.stores.objects.folder import FolderStore
@@ -248,6 +248,33 @@ def test_a_session_of_many_runs_is_retired_in_parts_that_read_its_samplers_once_
         assert reads <= len(runs) * 2 + 9, "the records of its runs and samplers once, and those that this test reads"
     assert left == [6, 2, 0]
     assert [sampler for sampler in installation.samplers() if sampler.startswith(f"{SESSION}:")] == []
+    assert installation.records.get(Session.namespace, SESSION) is None
+
+
+def test_a_session_that_is_retired_takes_its_custom_losses_along_also_after_an_interruption(
+    installation: Installation, monkeypatch: pytest.MonkeyPatch
+):
+    for number in range(450):
+        loss = Loss("me", SESSION, 0.0, "")
+        installation.records.put_loss(f"{SESSION}:loss:{number}", loss, 1)
+    installation.records.put_loss(f"{OTHER}:loss:0", Loss("me", OTHER, 0.0, ""), 1)
+    installation.teardown().finish(SESSION, "success")
+    settings = PATIENT.model_copy(update={"retain_s": 0.001})
+    forget, replies = RedisLifecycle.forget, []
+
+    def forget_and_break_off_once(lifecycle: RedisLifecycle, session_id: str) -> bool | None:
+        replies.append(forget(lifecycle, session_id))
+        if len(replies) == 1:
+            raise NotReplicated("a replica is behind")
+        return replies[-1]
+
+    monkeypatch.setattr(RedisLifecycle, "forget", forget_and_break_off_once)
+    installation.sweep(settings)
+    assert RedisLifecycle(installation.client, settings).retired() == [SESSION], "the rest is done later"
+    assert list(installation.records.ids(Loss.namespace, f"{SESSION}:loss:"))
+    installation.sweep(settings)
+    assert list(installation.records.ids(Loss.namespace, "")) == [f"{OTHER}:loss:0"]
+    assert len(list(installation.client.scan_iter("tinsmith:losses:*"))) == 1
     assert installation.records.get(Session.namespace, SESSION) is None
 
 
