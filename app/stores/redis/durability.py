@@ -32,7 +32,7 @@ CONFIRMED = frozenset(
         # A client gets an answer that says that these happened.
         *("admit", "admit_sample", "cancel_sample", "create_model", "end_model", "end_sampler", "finish", "join"),
         *("end_samplers", "move_session", "note", "open_session", "put_loss", "put_new", "put_newer"),
-        *("put_reserved", "refuse", "update"),
+        *("put_reserved", "refuse", "reserve", "update", "update_same"),
         # Objects are deleted next, or written for good.
         *("close_pages", "delete", "delete_older", "delete_same"),
         *("end_unused_samplers", "forget", "give_up_adapters", "set_snapshot", "spill_garbage"),

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from app import ids
-from app.domain.limits import FREE
+from app.domain.limits import FREE, Charge
 from app.domain.records import Checkpoint, Loss, Model, Sampler, Session
 from app.errors import NotFound, NotReplicated, Unavailable
 from app.settings import EngineSettings
@@ -21,6 +21,7 @@ from app.stores.redis.durability import CONFIRMED
 from app.stores.redis.futures import RedisPayloads
 from app.stores.redis.journal import RedisOpLog
 from app.stores.redis.lifecycle import RedisLifecycle
+from app.stores.redis.limits import RedisQuotas
 from app.stores.redis.pages import RedisPages
 from app.stores.redis.records import RedisRecords, dump
 from tests.sentinels import AT_ONCE, start_replica
@@ -167,7 +168,9 @@ WRITES: dict[str, Callable[[redis.Redis, RedisOpLog], object]] = {
     "refuse": lambda client, log: log.refuse(MODEL, 1, "wrong"),
     "set_snapshot": lambda client, log: log.set_snapshot(own(log), 0, SNAPSHOT),
     "spill_garbage": lambda client, log: RedisPayloads(client, ENGINE, None).remove_garbage(),
+    "reserve": lambda client, log: RedisQuotas(client, ENGINE).reserve("p", Charge((), stores=True, stored=1), 60),
     "update": lambda client, log: _records(client).update("samplers", SAMPLER, {"a": "1"}),
+    "update_same": lambda client, log: _records(client).update_same("samplers", SAMPLER, ("a", "1"), {"b": "1"}),
 }
 
 
