@@ -86,8 +86,8 @@ class FairQueue:
 
 
 class ProjectWeights:
-    """The weights of projects. While the state server is away each keeps its last known weight, or 1 if it was not seen
-    before: nothing that is ordered by weights may fail for that."""
+    """The weights of projects. Each keeps its last known weight, or 1 if it was not seen before, while the state server
+    is away and while a later version's limits cannot be read: nothing that is ordered by weights may fail for that."""
 
     def __init__(self, limits: LimitsFinder) -> None:
         self._limits = limits
@@ -96,6 +96,6 @@ class ProjectWeights:
     def __call__(self, project: str) -> float:
         try:
             self._last[project] = self._limits.project(project).weight
-        except redis.RedisError:
+        except (redis.RedisError, TypeError, ValueError):
             return self._last.get(project, 1.0)
         return self._last[project]

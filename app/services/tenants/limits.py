@@ -63,8 +63,12 @@ class LimitsFinder:
         return Payer(PROJECT, project, self.project(project))
 
     def checkpoint_ttl_s(self, project: str) -> int | None:
-        """Returns the TTL of a project's checkpoints that get none of their own; None if they do not expire."""
-        return self.project(project).checkpoint_ttl_s
+        """Returns the TTL of a project's checkpoints that get none of their own; None if they do not expire. Limits
+        that a later version set and this one cannot read give none: a trainer's other tenants go on."""
+        try:
+            return self.project(project).checkpoint_ttl_s
+        except (TypeError, ValueError):
+            return None
 
     def _cached(self, cls: type[A], id_: str, default: Limits) -> Limits:
         until, limits = self._found.get((cls.namespace, id_), (0.0, default))

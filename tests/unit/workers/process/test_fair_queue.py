@@ -100,19 +100,24 @@ def test_a_refund_to_a_waiting_project_is_not_lost_though_others_went_on():
 
 class Stored:
     def __init__(self) -> None:
-        self.away, self.weight = False, 3.0
+        self.weight = 3.0
+        self.error: Exception | None = None
 
     def project(self, project: str) -> Limits:
-        if self.away:
-            raise redis.ConnectionError
+        if self.error:
+            raise self.error
         return Limits(weight=self.weight)
 
 
-def test_weights_are_those_of_the_limits_and_stay_while_the_state_server_is_away():
+@pytest.mark.parametrize(
+    "error", [redis.ConnectionError(), TypeError("unknown limit"), ValueError("keep_checkpoints is 5000")], ids=repr
+)
+def test_weights_are_those_of_the_limits_and_stay_while_these_cannot_be_read(error: Exception):
+    """The state server is away, or a later version has set a limit."""
     stored = Stored()
     weights = ProjectWeights(stored)
     assert weights("known") == 3.0
-    stored.away = True
+    stored.error = error
     assert (weights("known"), weights("new")) == (3.0, 1.0)
-    stored.away, stored.weight = False, 5.0
+    stored.error, stored.weight = None, 5.0
     assert weights("known") == 5.0

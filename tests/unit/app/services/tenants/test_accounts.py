@@ -277,6 +277,17 @@ def test_an_account_that_was_stored_before_there_were_limits_is_read(accounts, o
     assert accounts.set_limits(project.id, {"live_models": 3}).version == 2
 
 
+@pytest.mark.parametrize("limit", ['{"a_later_one": 7}', '{"keep_checkpoints": 5000}'])
+def test_limits_that_a_later_version_set_stop_no_save(accounts, client, limit):
+    """An error would drop the states of all tenants of the trainer."""
+    _, project = member(accounts)
+    limits = LimitsFinder(RedisRecords(client), Limits(checkpoint_ttl_s=7200, weight=3.0))
+    client.hset(f"tinsmith:projects:{project.id}", "limits", limit)
+    assert limits.checkpoint_ttl_s(project.id) is None, "kept too long is better than deleted too soon"
+    with pytest.raises((TypeError, ValueError)):
+        limits.project(project.id)
+
+
 @pytest.mark.parametrize(
     "wrong", [{"tokens_per_s": 0}, {"live_models": -1}, {"tokens_per_s": float("inf")}, {"weight": None}]
 )
