@@ -17,6 +17,10 @@ vocabulary above 258,048 (Gemma 3) a named lm_head ends the start, so none is na
 **Values that are keys.** Gemma 4's layers of full attention may have no `v_proj` (`attention_k_eq_v`): their values are
 what `k_proj` gives. vLLM loads the keys' weights for the values too, but leaves them without the adapter on `k_proj`.
 
+**Experts beside adapters on a Blackwell GPU.** With adapters on, vLLM may take a kernel of FlashInfer for experts on a
+GPU of compute capability 10.x. It needs adapters on the experts, and our arguments name none, so the start fails.
+Without it vLLM takes its Triton kernel, as on other GPUs. (Read in vLLM's code; no such GPU has run it.)
+
 **prompt_logprobs under an adapter on lm_head.** vLLM maps rows of the head's input to adapters by the tokens it
 samples, one for each request. To score a prompt it runs the head over a slice of the batch's hidden states with that
 same mapping: on a CPU the shapes clash and the engine dies; on a GPU rows silently get another adapter or none. The
@@ -150,6 +154,13 @@ def _with_values_of_keys(manager: Any) -> list[Sequence[str]]:
     layers = (number for number, kind in enumerate(config.layer_types) if kind == "full_attention")
     ends = tuple(f".layers.{number}.self_attn.qkv_proj" for number in layers)
     return [parts for linear, parts in manager.packed_modules.items() if linear.endswith(ends)]
+
+
+def refuse_lora_experts() -> None:
+    """Makes vLLM take no kernel for experts that needs adapters on them."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    unquantized._trtllm_bf16_lora_supported = lambda *_: False
 
 
 def repair_prompt_scores() -> None:

@@ -71,6 +71,7 @@ def _in_worker() -> bool:
 if _in_worker():
     patches.declare_lm_heads()
     patches.adapt_shared_values()
+    patches.refuse_lora_experts()
     patches.repair_prompt_scores()
     patches.repair_logprobs_under_grammar()
     vllm_requests.install_scoring()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
 from app.domain.ops import LoraSpec
+from workers.backends.sampling.vllm import patches
 from workers.models import experts, lora, peft_files
 from workers.models.adapter import Adapter
 
@@ -114,3 +115,13 @@ def test_vllm_puts_the_trainers_pairs_into_its_buffers(name: str, fused: bool, t
     second = layer.w2_lora_b_stacked[0][0] @ layer.w2_lora_a_stacked[0][0]
     torch.testing.assert_close(second, added(adapter, _PATH, 24, 16))
     assert not layer.w2_lora_b_stacked[0][1].any(), "another adapter's place is written"
+
+
+def test_vllm_takes_no_kernel_that_needs_adapters_on_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our arguments may name no experts, and this kernel fails without adapters on them."""
+    from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+    monkeypatch.setattr(unquantized, "_trtllm_bf16_lora_supported", lambda _: True)
+    patches.refuse_lora_experts()
+    chosen, _ = unquantized.select_unquantized_moe_backend(SimpleNamespace(is_lora_enabled=True))
+    assert chosen == unquantized.UnquantizedMoeBackend.TRITON

@@ -43,6 +43,7 @@ REPLACED = {
     ),
     "vllm.logprobs FlatLogprobs.extend": ("self", "logprobs_multi_positions"),
     "vllm.v1.engine.detokenizer FastIncrementalDetokenizer.__init__": ("self", "tokenizer", "request"),
+    "vllm.model_executor.layers.fused_moe.oracle.unquantized _trtllm_bf16_lora_supported": ("moe_config",),
 }
 """Functions that the patches replace, with all their parameters."""
 
