@@ -19,6 +19,7 @@ _NUMBER_OR_AUTO = {
     "default": "auto",
 }
 _CONCURRENCY = {"default": 1024, "minimum": 1, "type": "integer"}
+_PORT = {"default": 0, "maximum": 65535, "minimum": 0, "type": "integer"}
 _CHOSEN = {"default": 0, "minimum": 0, "type": "integer"}
 
 CHANGED: dict[str, dict[str, Any]] = {
@@ -35,6 +36,8 @@ CHANGED: dict[str, dict[str, Any]] = {
         "base_models.dtype": {"default": "auto", "enum": _DTYPES, "type": "string"},
         # It was false, and a long datum ran out of memory.
         **{f"base_models.{section}.activation_checkpointing": _OR_AUTO for section in ("trainer", "full")},
+        # A port that does not exist ended the worker when it had loaded its model.
+        **{f"base_models.{section}.metrics_port": _PORT for section in _WORKERS},
         # It was 64; 0 chooses by the GPU.
         **{f"base_models.{section}.max_batch": _CHOSEN for section in ("sampler", "full_sampler")},
         # It was 256, which fills no batch of an H100 with requests for one sample.
