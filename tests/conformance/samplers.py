@@ -19,9 +19,12 @@ from transformers import AutoModelForCausalLM
 from app.domain.sampling import SampledSequence, SampleOutput, SampleRequest
 from app.errors import ServerOpError
 from app.settings import BaseModelSettings, SamplerSettings
+from tests import warm_vllm
 from tests.models import VOCAB_SIZE
 from workers.backends.sampling.backends import create
 from workers.backends.sampling.base import SamplerBackend
+
+warm_vllm.use()
 
 BACKENDS = {
     "transformers": SamplerSettings(backend="transformers", max_batch=16, max_loras=2),
