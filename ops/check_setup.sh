@@ -28,8 +28,8 @@ torch)
     *+cpu) ;;
     *)
         fail "The tests install vLLM's CPU build, which needs a CPU build of torch, and this environment has torch" \
-            "$found. With an NVIDIA GPU, run \`make test GPU=1\`. Otherwise run \`make clean\`, and make PyTorch's" \
-            "index reachable (ops/install_torch.sh)"
+            "$found. Run \`make test TORCH_ARGS=\"--index-url URL\"\` in another clone, or after \`make clean\`. URL is an" \
+            "index of such builds, as in ops/install_torch.sh. To test a GPU itself, run \`make gpu-check\`"
         ;;
     esac
     ;;

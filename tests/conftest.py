@@ -1,4 +1,4 @@
-"""Rules for every test: no test is skipped, except those marked `gpu` where there is no GPU."""
+"""Rules for every test: no test is skipped, except those marked `gpu` where torch can use no GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from app.stack.hardware import torch_is_for_cpus
 from tests.scheduling import Scheduling, sort_key
 from workers.process.startup import uncollected
 
@@ -54,11 +55,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         *tier, _ = item.path.relative_to(Path(__file__).parent).parts
         if tier:
             item.add_marker(tier[0])
-    if any(Path("/dev").glob("nvidia[0-9]*")):
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+    if reason := lacks_gpu():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def lacks_gpu(devices: Path = Path("/dev")) -> str:
+    """Returns the reason why tests marked `gpu` cannot run here, or an empty string."""
+    if not any(devices.glob("nvidia[0-9]*")):
+        return "no GPU on this machine"
+    return "torch is a CPU build" if torch_is_for_cpus() else ""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from app.stack import hardware
 from tests import conftest
 
 TEST = "import pytest\n{mark}\ndef test_it():\n    {body}\n"
@@ -53,6 +54,20 @@ def test_a_skipped_test_fails_the_run_with_its_reason(tmp_path, text):
 )
 def test_gpu_tests_expected_failures_and_passes_do_not(tmp_path, text):
     assert run(tmp_path, text).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "torch", "reason"),
+    [
+        ("nvidia0", "2.13.0", ""),
+        ("nvidia0", "2.13.0+cpu", "torch is a CPU build"),
+        ("nvidiactl", "2.13.0", "no GPU on this machine"),
+    ],
+)
+def test_gpu_tests_run_where_there_is_a_gpu_and_no_cpu_build_of_torch(tmp_path, monkeypatch, device, torch, reason):
+    (tmp_path / device).touch()
+    monkeypatch.setattr(hardware, "version", {"torch": torch}.__getitem__)
+    assert conftest.lacks_gpu(tmp_path) == reason
 
 
 def test_a_test_bears_the_marker_of_its_tier(request):

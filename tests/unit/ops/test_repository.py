@@ -132,7 +132,8 @@ def test_a_system_that_is_not_linux_is_named_with_what_runs_there(tmp_path: Path
 
 def test_the_tests_on_a_cpu_are_not_installed_beside_a_cuda_build_of_torch(tmp_path: Path):
     refused = checked(tmp_path, "torch", "2.13.0")
-    assert refused.returncode and "this environment has torch 2.13.0. With an NVIDIA GPU" in refused.stderr
+    assert refused.returncode and "this environment has torch 2.13.0. Run `make test TORCH_ARGS=" in refused.stderr
+    assert "`make gpu-check`" in refused.stderr
     assert checked(tmp_path, "torch", "2.13.0+cpu").returncode == 0
 
 
