@@ -35,9 +35,11 @@ def _client(stack: Stack) -> tinker.TrainingClient:
     return stack.client().create_lora_training_client(base_model=BASE, rank=8, seed=5).result()
 
 
-def test_trainer_and_sampler_are_on_the_gpu(stack: Stack) -> None:
+def test_trainer_and_sampler_are_on_a_gpu(stack: Stack) -> None:
+    """They share it if there is one alone, and it may have any number (CUDA_VISIBLE_DEVICES)."""
     found = {worker.role: worker.describe["devices"] for worker in stack.workers()}
-    assert found == {"trainer": ["cuda:0"], "sampler": ["cuda:0"]}
+    assert found.keys() == {"trainer", "sampler"}
+    assert all(len(devices) == 1 and devices[0].startswith("cuda:") for devices in found.values()), found
 
 
 def test_killed_trainers_lose_and_double_no_step(stack: Stack) -> None:
