@@ -27,9 +27,11 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from app.errors import SetupError
 from ops.bench import machine, report
 from ops.bench.report import Goal, Outcome
 from ops.gpu_check import processes, shapes, suites, training
+from workers.backends.devices import check_gpus
 
 _OUT = Path(__file__).parents[1] / "bench" / "results"
 # The largest model's files, 16.4 GB, are there if they fit.
@@ -89,11 +91,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _refusal(arguments: argparse.Namespace) -> str:
-    """The reason not to begin on a machine without a GPU, which is too small for models of a real size; empty if the
+    """The reason not to begin where torch can use no GPU: a CPU is too small for models of a real size. Empty if the
     check can begin."""
     sizes = arguments.sizes or (_SERVED_SIZE for name in arguments.suites if name in suites.SERVED)
-    if torch.cuda.device_count() or {*sizes} <= {"tiny"}:
+    if torch.cuda.is_available() or {*sizes} <= {"tiny"}:
         return ""
+    try:
+        check_gpus()
+    except SetupError as error:
+        return str(error)
     return "no GPU that torch can use; `--sizes tiny` tries the check on a CPU"
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ops.bench.report import Outcome
 from ops.gpu_check import __main__ as check
 from ops.gpu_check import shapes, suites, training
-from ops.gpu_check.__main__ import _lines, _needs_logs, _parse, _parts, _served, goals
+from ops.gpu_check.__main__ import _lines, _needs_logs, _parse, _parts, _refusal, _served, goals
 from ops.gpu_check.device import datasheet
 
 DEADLINE_S = 600
@@ -110,7 +111,7 @@ def served(line: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return [line if module == "serving" else {}]
 
     monkeypatch.setattr(check, "_lines", logged)
-    monkeypatch.setattr(check.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(check.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(check, "_IN_MEMORY", tmp_path / "memory")
     monkeypatch.setattr(check, "_ROOM_BYTES", 0)
     monkeypatch.setitem(suites.SERVED, "handover", [])
@@ -164,7 +165,7 @@ def cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, float]
         return [{"batch": "8k", "step_s": [2.0]}]
 
     monkeypatch.setattr(check, "_lines", noted)
-    monkeypatch.setattr(check.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(check.torch.cuda, "is_available", lambda: True)
     with pytest.raises(KeyboardInterrupt):
         check.main(["--suites", "--sizes", "8B", "--minutes", "600", "--out", str(tmp_path)])
     return given
@@ -210,10 +211,28 @@ def test_the_mfu_of_a_gpu_that_is_not_listed_is_unknown_with_the_reason(
 def test_without_a_gpu_it_is_refused_and_writes_no_report(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(check.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(check.torch.cuda, "is_available", lambda: False)
     assert check.main([*arguments, "--out", str(tmp_path)]) == 2
     assert "no GPU that torch can use" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
+
+
+def test_beside_a_driver_that_torch_cannot_use_it_is_refused_with_torchs_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVML, which `device_count` asks, counts such a driver's GPUs."""
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).")
+
+    (tmp_path / "0000:00:00.0").mkdir()
+    monkeypatch.setattr(check.check_gpus, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert "driver on your system is too old (found version 12040). Update" in _refusal(_parse([]))
 
 
 def test_a_check_that_came_to_no_goal_is_not_met() -> None:
