@@ -95,7 +95,7 @@ dashboards: $(TEST_SETUP)  ## Write the dashboard, and run its queries in a Prom
 	$(BIN)/python -m ops.grafana
 	$(BIN)/python -m pytest tests/dashboards
 
-gpu-check: $(TEST_SETUP)  ## Check and measure training on this machine's GPU in 10 minutes; JSON in ops/bench/results
+gpu-check: $(TEST_SETUP)  ## Check and measure training on this machine's GPU in 10 minutes; JSON in data/gpu-check
 	$(BIN)/python -m ops.gpu_check
 
 chaos: $(TEST_SETUP)  ## Kill every process while clients train, and compare all bits; SEED=N repeats a run

@@ -15,6 +15,7 @@ from ops.gpu_check import __main__ as check
 from ops.gpu_check import shapes, suites, training
 from ops.gpu_check.__main__ import _lines, _needs_logs, _parse, _parts, _refusal, _served, goals
 from ops.gpu_check.device import datasheet
+from tests.unit.ops.compose import ROOT
 
 DEADLINE_S = 600
 
@@ -233,6 +234,10 @@ def test_beside_a_driver_that_torch_cannot_use_it_is_refused_with_torchs_reason(
     monkeypatch.setattr(torch.cuda, "init", init)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert "driver on your system is too old (found version 12040). Update" in _refusal(_parse([]))
+
+
+def test_a_report_lies_in_a_folder_that_git_ignores() -> None:
+    assert f"/{_parse([]).out.parts[0]}/" in (ROOT / ".gitignore").read_text().splitlines()
 
 
 def test_a_check_that_came_to_no_goal_is_not_met() -> None:
