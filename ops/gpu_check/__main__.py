@@ -45,6 +45,8 @@ _FIRST = ("gpu",)
 _SECOND = ("vllm", "sleep", *suites.SERVED, "parity", "optimizer")
 _SERVED_SIZE = "0.6B"  # if no size is trained
 _REST = "the rest"
+# Of a GPU's memory, or of a stack's share of it: the rest is for CUDA itself, the adapter and activations.
+_MOST_WEIGHTS = 0.9
 _MFU, _OVER_PEFT, _SHARED = 0.45, 1.5, 0.9
 _GOAL_SIZE, _GOAL_BATCH = "8B", "8k"
 Figures = dict[str, Any]
@@ -65,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _folders() as (models, work):
         for name, part in _parts(arguments, models, work):
             left = ends - time.time()
-            found = part(left) if left > 0 else {"left out": "no time was left"}
+            unfit = _unfit(name, arguments.sizes, device)
+            found = unfit or (part(left) if left > 0 else {"left out": "no time was left"})
             figures[name] = figures.get(name, {}) | found
             if _needs_logs(found):
                 _keep_logs(work / name, arguments.out / "logs" / name)
@@ -126,15 +129,34 @@ def _parts(arguments: argparse.Namespace, models: Path, work: Path) -> Iterator[
         for name in arguments.suites
         if name in suites.SUITES
     }
-    smallest = min(arguments.sizes, key=list(shapes.SHAPES).index, default=_SERVED_SIZE)
     for name in suites.SERVED:
         if name in arguments.suites:
-            parts[name] = partial(_served, name, smallest, models / name, work / name)
+            parts[name] = partial(_served, name, _smallest(arguments.sizes), models / name, work / name)
     yield from _taken(parts, _FIRST)
     yield from _sides(arguments.sizes[:1], models)
     yield from _taken(parts, _SECOND)
     yield from _sides(arguments.sizes[1:], models)
     yield from parts.items()
+
+
+def _smallest(sizes: Iterable[str]) -> str:
+    """The size that the stacks serve."""
+    return min(sizes, key=list(shapes.SHAPES).index, default=_SERVED_SIZE)
+
+
+def _unfit(name: str, sizes: Iterable[str], device: Figures) -> Figures:
+    """The report of a part that is left out because the device is too old or too small for it; empty if it can run."""
+    suite = suites.SUITES.get(name)
+    needs = suite.needs if suite else suites.SERVED.get(name, ())
+    if "vllm" in needs and not device.get("bfloat16", True):
+        return {"left out": "vLLM needs GPUs that compute in bfloat16 (compute capability 8.0)"}
+    if suite or "memory_gib" not in device:
+        return {}
+    size, share = (_smallest(sizes), suites.SHARE) if name in suites.SERVED else (name, 1.0)
+    weights, room = shapes.weight_bytes(size) / 2**30, _MOST_WEIGHTS * share * device["memory_gib"]
+    if weights <= room:
+        return {}
+    return {"left out": f"{size} has {weights:.1f} GiB of weights, and this GPU has {room:.1f} GiB for them"}
 
 
 def _taken(parts: dict[str, Part], names: Iterable[str]) -> list[tuple[str, Part]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ops.bench import timing
+from workers.backends.devices import have_bfloat16
 
 _ROUNDS = 5
 # Dense bf16 FLOP/s of NVIDIA's datasheets, by torch's name of the device: half of the figure with sparsity, where only
@@ -42,6 +43,7 @@ def facts() -> dict[str, Any]:
         "count": torch.cuda.device_count(),
         "memory_gib": properties.total_memory / 2**30,
         "capability": f"{properties.major}.{properties.minor}",
+        "bfloat16": have_bfloat16(),
         "cuda": torch.version.cuda,
         "product_flops": _product_flops(8192),
         **datasheet(properties.name),

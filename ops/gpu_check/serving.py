@@ -19,17 +19,15 @@ from app.settings import BaseModelSettings, SamplerSettings, TrainerSettings
 from ops.bench import handover, models, sampling
 from ops.bench.bare_sampler import TOKENS
 from ops.bench.report import Outcome
-from ops.gpu_check import shapes
+from ops.gpu_check import shapes, suites
 from ops.gpu_check.device import device
 
 _HANDOVER_MS = 500.0
 # Rounds of sampling, and tokens a sample. On a GPU 64 steps of a small model take some 0.3 s, so the bench would time
 # the client's calls.
 _SAMPLING = {"cuda": (3, 1024), "cpu": (10, TOKENS)}
-# Of the device's memory: for the trainer, the sampler, and the bare side beside them.
-_SHARE = 0.3
-# So that 8B fits in that share of 80 GB: of the 24 GB its weights take 16.4. The model's own context and adapters of
-# the default rank, 128, would need more than the rest.
+# So that 8B fits in a worker's share of 80 GB: of the 24 GB its weights take 16.4. The model's own context and adapters
+# of the default rank, 128, would need more than the rest.
 _CONTEXT = 4096
 
 
@@ -54,8 +52,8 @@ def _base(model: str) -> BaseModelSettings:
         path=model,
         max_context=_CONTEXT,
         max_rank=shapes.RANK,
-        trainer=TrainerSettings(memory_share=_SHARE),
-        sampler=SamplerSettings(memory_share=_SHARE),
+        trainer=TrainerSettings(memory_share=suites.SHARE),
+        sampler=SamplerSettings(memory_share=suites.SHARE),
     )
 
 

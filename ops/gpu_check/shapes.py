@@ -62,6 +62,13 @@ def save(size: str, folder: Path, device: torch.device) -> None:
     model.save_pretrained(folder)
 
 
+def weight_bytes(size: str) -> int:
+    """Bytes of the weights in bf16. This allocates none of them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config(size), dtype=torch.bfloat16)
+    return int(model.num_parameters()) * torch.bfloat16.itemsize
+
+
 def step_flops(config: PretrainedConfig, lengths: Sequence[int]) -> float:
     """Floating-point operations of a forward and backward pass over datums of `lengths`, and of adapters of RANK on all
     linears.

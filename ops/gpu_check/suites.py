@@ -29,6 +29,8 @@ _TWO_RANKS = "equal_one_process and not hosts and not llama-trainer4]"
 _ONE_BY_ONE = ("-n", "0")
 # What the benches of ops/gpu_check/serving.py need.
 SERVED: dict[str, Sequence[str]] = {"handover": _STACK, "sampling": (*_STACK, "vllm")}
+# Of the device's memory: for their trainer, their sampler, and the bare side beside them.
+SHARE = 0.3
 
 
 @dataclass(frozen=True, slots=True)

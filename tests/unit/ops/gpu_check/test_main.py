@@ -236,6 +236,44 @@ def test_beside_a_driver_that_torch_cannot_use_it_is_refused_with_torchs_reason(
     assert "driver on your system is too old (found version 12040). Update" in _refusal(_parse([]))
 
 
+_VLLM = {"vllm", "vllm-ranks", "sleep", "sampling"}
+_TURING = {"name": "T4", "memory_gib": 14.6, "bfloat16": False}
+_ADA_16 = {"name": "RTX 4080", "memory_gib": 15.6, "bfloat16": True}
+_ADA_24 = {"name": "RTX 4090", "memory_gib": 23.5, "bfloat16": True}
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes", "left_out"),
+    [
+        (_TURING, ["8B", "0.6B", "4B"], {"8B", *_VLLM}),
+        (_ADA_16, ["8B", "0.6B", "4B"], {"8B"}),
+        (_ADA_24, ["8B", "0.6B", "4B"], set()),
+        (_ADA_24, ["8B", "4B"], {"handover", "sampling"}),
+        ({"name": "cpu"}, ["tiny"], set()),
+    ],
+    ids=["Turing", "16 GB", "24 GB", "24 GB, shared by a stack", "CPU"],
+)
+def test_parts_that_a_gpu_is_too_old_or_too_small_for_are_left_out_with_the_reason_and_miss_no_goal(
+    device: dict[str, Any], sizes: list[str], left_out: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ran(module: str, *arguments: str, seconds: float) -> list[dict[str, Any]]:
+        if module == "device":
+            return [{"datasheet_flops": None, **device}]
+        return [{"batch": "8k", "step_s": [9.0 if training.PEFT in arguments else 1.0], "goals": []}]
+
+    monkeypatch.setattr(check, "_lines", ran)
+    monkeypatch.setattr(suites, "run", lambda suite, folder, seconds: {"ok": True})
+    monkeypatch.setattr(suites, "missing", lambda needs: {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    assert check.main(["--minutes", "600", "--out", str(tmp_path), "--sizes", *sizes]) == 0
+    figures = json.loads((tmp_path / "gpu.json").read_text())["figures"]
+    reasons = {name: found["left out"] for name, found in figures.items() if "left out" in found}
+    assert reasons.keys() == left_out
+    too_old = _VLLM if device is _TURING else {}
+    assert all(("bfloat16" if name in too_old else "GiB of weights") in reason for name, reason in reasons.items())
+
+
 def test_a_report_lies_in_a_folder_that_git_ignores() -> None:
     assert f"/{_parse([]).out.parts[0]}/" in (ROOT / ".gitignore").read_text().splitlines()
 
