@@ -1,6 +1,6 @@
 """One side of the figures of training: `python -m ops.gpu_check.training SIZE FOLDER tinsmith|peft`.
 
-Trains the model of SIZE in FOLDER, which it makes first if it is not there. Prints one line of JSON for each batch:
+Trains the model of SIZE in FOLDER, and makes it first if it is not there. Prints one line of JSON for each batch:
 seconds of each step, which is a forward and backward pass over 32,768 tokens and an optimizer step, and the most memory
 it took. `peft` is a loop of transformers, PEFT and torch's fused AdamW over rows of equal length, with the faster of
 two micro-batches.
@@ -9,6 +9,7 @@ two micro-batches.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -49,12 +50,21 @@ def lengths(size: str) -> Mapping[str, Sequence[int]]:
 
 
 def main(size: str, folder: str, side: str) -> None:
-    if not Path(folder).exists():
-        shapes.save(size, Path(folder), device())
-        torch.cuda.empty_cache()
+    model = Path(folder) / "model"
+    if not model.exists():
+        _make(size, model)
     sides = {TINSMITH: _tinsmith, PEFT: _peft}
-    for row in sides[side](size, folder):
+    for row in sides[side](size, str(model)):
         print(json.dumps(row), flush=True)
+
+
+def _make(size: str, model: Path) -> None:
+    """Makes the folder `model` at once, from a folder beside it: a side may be killed while it writes."""
+    part = model.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    shapes.save(size, part, device())
+    part.rename(model)
+    torch.cuda.empty_cache()
 
 
 def _tinsmith(size: str, folder: str) -> Iterator[Row]:
