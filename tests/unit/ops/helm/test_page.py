@@ -17,7 +17,7 @@ from tests.unit.ops.helm.test_settings import SCHEMA, loaded
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
 WORKERS = ("trainer", "sampler", "full", "full_sampler")
 NO_VALUES = {
-    *("values.yaml", "values.schema.json", "renameByDefault", "baseline"),
+    *("values.yaml", "values.schema.json", "renameByDefault", "baseline", "allowVolumeExpansion"),
     *("tinsmith_backlog", "tinsmith_backlog_age_seconds", "base_model", "role"),
 }
 
