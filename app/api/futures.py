@@ -88,6 +88,7 @@ class RetrieveFutures(SdkSchema):
 
 
 @futures_blueprint.route("/retrieve_futures", methods=["POST"])
+@needs("sample")
 @large
 @futures_blueprint.arguments(RetrieveFutures())
 @futures_blueprint.response(200, CompletedFutures)

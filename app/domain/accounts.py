@@ -17,6 +17,8 @@ Scope = Literal["train", "sample", "manage"]
 resources. Every key may read."""
 ROLES: tuple[Role, ...] = get_args(Role)
 SCOPES: frozenset[Scope] = frozenset(get_args(Scope))
+_WAITING: frozenset[Scope] = frozenset(("train", "sample"))
+"""The scopes of the calls that have futures."""
 KEY_PREFIX = "tml-"
 """The beginning of every API key. The SDK refuses a key without it."""
 
@@ -51,6 +53,11 @@ class Caller:
     def may(self, role: Role, project: str) -> bool:
         """True when the caller may do in the project what requires `role`."""
         return self.sees(project) and ROLES.index(self.roles[project]) >= ROLES.index(role)
+
+    def takes_results(self, project: str) -> bool:
+        """True when the caller may be the client that waits for the project's results. A viewer, and a key that neither
+        trains nor samples, only looks at them."""
+        return self.may("member", project) and not self.scopes.isdisjoint(_WAITING)
 
 
 @dataclass(frozen=True, slots=True)

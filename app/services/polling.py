@@ -115,7 +115,7 @@ class PollService:
             found = self._futures.future(request_id, caller)
             # The end of a hold is no sign of its client, and a note costs one of two round trips.
             is_sign = suspension is None or not suspension.is_over
-            if is_sign and found.result is None and caller.may("member", found.owner):
+            if is_sign and found.result is None and caller.takes_results(found.owner):
                 self._note_poll(request_id)
             return found
 
@@ -165,15 +165,15 @@ class FutureFinder:
         self._oplog, self._records = oplog, records
 
     def future(self, request_id: str, caller: Caller, *, delivers: bool = True) -> Future:
-        """The future. Its result is noted as read if the caller may use it up, and if this call `delivers` it. Raises
+        """The future. Its result is noted as read if the caller takes results, and if this call `delivers` it. Raises
         NotFound for an unknown or foreign id (with the same text), and Gone for an expired one."""
         model_id = ids.unloaded_by(request_id)
         if model_id is not None:
             return self._done(request_id, caller, Model, model_id, UNLOAD, "model_id")
         if ids.is_loss_id(request_id):
             return self._done(request_id, caller, Loss, request_id, CUSTOM_LOSS, "loss_id")
-        # A read by a viewer leaves the result in place for the client that waits for it.
-        viewed = {project for project in caller.roles if not (delivers and caller.may("member", project))}
+        # A caller that only looks on leaves the result in place for the client that waits for it.
+        viewed = {project for project in caller.roles if not (delivers and caller.takes_results(project))}
         return self._oplog.future(request_id, caller.roles.keys(), viewed)
 
     def _done(self, request_id: str, caller: Caller, cls: type[Owned], key: str, kind: str, named: str) -> Future:

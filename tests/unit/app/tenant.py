@@ -33,7 +33,7 @@ class Tenant:
 
     def call(self, key: str, call: tuple[str, str], body: dict[str, Any] | None) -> TestResponse:
         method, path = call
-        given: dict[str, Any] = {"json": {name: self._filled(value) for name, value in (body or {}).items()}}
+        given: dict[str, Any] = {"json": self._filled(body or {})}
         if path == "forward_backward":
             message = batch(self.ids["model"], 1).SerializeToString()
             given = {"data": message, "content_type": "application/x-protobuf"}
@@ -50,6 +50,8 @@ class Tenant:
         return {name: client.dump(name) for name in sorted(names)}
 
     def _filled(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: self._filled(inner) for name, inner in value.items()}
         return value.format(**self.ids) if isinstance(value, str) else value
 
 

@@ -51,7 +51,6 @@ READING = {
         "sessions/search",
         "checkpoints/search",
         "retrieve_future",
-        "retrieve_futures",
     )
 }
 

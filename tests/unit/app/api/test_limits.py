@@ -27,6 +27,7 @@ Limit = Callable[..., None]
 RUN, CHECKPOINT = "/api/v1/training_runs/<run>", "/api/v1/training_runs/<run>/checkpoints/<kind>/<name>"
 FREE = {
     "POST /api/v1/session_heartbeat",
+    "POST /api/v1/retrieve_futures",
     "POST /api/v1/sessions/<session_id>/finish",
     "POST /api/v1/unload_model",
     "POST /api/v1/cancel_future",

@@ -50,6 +50,7 @@ NEEDS: dict[tuple[Scope, ...], dict[tuple[str, str], dict[str, Any] | None]] = {
         },
         ("POST", "join_sampling_session"): {"sampling_session_id": "{sampler}"},
         ("POST", "asample"): {"sampling_session_id": "{sampler}", "seq_id": 1, **SAMPLED},
+        ("POST", "retrieve_futures"): {"target": {"sampling_session_id": "{sampler}"}, "prev_cursor": 1},
         ("POST", "cancel_future"): {"request_id": "{sample}"},
         ("DELETE", "queue/{sample}"): None,
         ("POST", "/oai/api/v1/completions"): {"model": BASE, "prompt": [1]},
@@ -121,15 +122,20 @@ def test_a_result_that_a_viewer_read_is_still_there_for_the_client_that_waits_fo
 
 
 def test_a_key_without_scopes_reads_all_and_changes_nothing(tenant: Tenant) -> None:
-    key = tenant.key("admin", ())
-    before = tenant.state()
-    for call, body in CHANGES.items():
-        answer = tenant.call(key, call, body)
-        assert (call, answer.status_code) == (call, 403), answer.json
-        assert "scope" in answer.text, call
-    assert tenant.state() == before
-    for call, body in READS.items():
-        assert (call, tenant.call(key, call, body).status_code) == (call, 200)
+    key, sample = tenant.key("admin", ()), tenant.ids["sample"]
+    tenant.api.services.oplog.finish_sample(sample, Result(b"x", PROTOBUF))
+    with connect(tenant.api.services.settings.redis.url) as client:
+        before, left_s = tenant.state(), client.ttl(keys.future(sample))
+        for call, body in CHANGES.items():
+            answer = tenant.call(key, call, body)
+            assert (call, answer.status_code) == (call, 403), answer.json
+            assert "scope" in answer.text, call
+        assert tenant.state() == before
+        reads = [*READS.items(), (("POST", "retrieve_future"), {"request_id": sample})]
+        for call, body in reads:
+            assert (call, tenant.call(key, call, body).status_code) == (call, 200)
+        assert tenant.state() == before
+        assert client.ttl(keys.future(sample)) > left_s - 60
 
 
 def test_a_user_outside_the_project_finds_none_of_it(tenant: Tenant, accounts: AccountService) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 import redis
 
-from app.domain.accounts import Caller, Role
+from app.domain.accounts import SCOPES, Caller, Role, Scope
 from app.domain.records import Sampler
 from app.domain.results import Result
 from app.errors import NotFound, TooManyRequests, Unauthorized, Unavailable
@@ -198,15 +198,25 @@ def test_a_project_within_its_share_is_held_in_full_though_another_filled_the_ca
         assert polls("other", 3) == [30.0, 0.0, 0.0], "its share is 4 of 8"
 
 
-@pytest.mark.parametrize(("role", "noted"), [("member", {"m:1"}), ("viewer", set())])
+@pytest.mark.parametrize(
+    ("role", "scopes", "noted"),
+    [
+        ("member", SCOPES, {"m:1"}),
+        ("member", {"train"}, {"m:1"}),
+        ("member", {"sample"}, {"m:1"}),
+        ("member", {"manage"}, set()),
+        ("member", (), set()),
+        ("viewer", SCOPES, set()),
+    ],
+)
 def test_a_poll_that_waits_is_a_sign_of_life_unless_its_caller_only_looks_on(
-    waiter: RecordingWaiter, role: Role, noted: set[str]
+    waiter: RecordingWaiter, role: Role, scopes: Iterable[Scope], noted: set[str]
 ) -> None:
     waiter.release.set()
     seen: list[str] = []
     settings = ApiSettings(poll_hold_s=30)
     polls = PollService(PendingOpLog(), long_polls(waiter, LongPollLimiter(settings)), seen.append)
-    polls.wait("m:1", Caller("key", "user", "org", "me", {"me": role}))
+    polls.wait("m:1", Caller("key", "user", "org", "me", {"me": role}, frozenset(scopes)))
     assert set(seen) == noted
 
 
