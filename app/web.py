@@ -21,7 +21,7 @@ from app.api import (
     training,
     uploads,
 )
-from app.api.base import EXTENSION, SETTINGS, add_hooks
+from app.api.base import EXTENSION, SETTINGS, WholeRequest, add_hooks
 from app.api.chat import anthropic, captures, openai
 from app.console import login, pages
 from app.services import container
@@ -75,6 +75,8 @@ _BLUEPRINTS = (
 
 
 class _Application(Flask):
+    request_class = WholeRequest
+
     def ensure_sync(self, func: Callable[..., Any]) -> Callable[..., Any]:
         """No function here is a coroutine. Flask would look at five of them for each request."""
         return func

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import wraps
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, cast
+from typing import IO, Any, Protocol, TypeVar, cast
 
 import redis
 from flask import Flask, Request, Response, current_app, g, request
@@ -16,6 +16,9 @@ from marshmallow import Schema
 from webargs import core
 from webargs.flaskparser import FlaskParser, is_json_request
 from werkzeug.datastructures import Headers
+from werkzeug.exceptions import ClientDisconnected, RequestEntityTooLarge
+from werkzeug.utils import cached_property
+from werkzeug.wsgi import LimitedStream
 
 from app.domain.accounts import Caller, Scope
 from app.errors import BadRequest, Forbidden, Unauthorized, Unavailable
@@ -92,6 +95,34 @@ class _Blueprint(Blueprint):  # type: ignore[misc]
             {"in": "path", "name": name, "description": self._parameters[name]} for name in _IN_PATH.findall(rule)
         ]
         return super().route(rule, parameters=described, tags=[self._group], **options)
+
+
+class _Body(LimitedStream):
+    """werkzeug's stream, with an error that says how much of the body arrived."""
+
+    def on_disconnect(self, error: Exception | None = None) -> None:
+        try:
+            super().on_disconnect(error)
+        except ClientDisconnected:
+            raise ClientDisconnected(
+                f"the body ended after {self.tell()} bytes, before it was complete: send the call again"
+            ) from error
+
+
+class WholeRequest(Request):
+    """A request whose body is read to its end or not at all. If the server ends its streams, as gunicorn does, werkzeug
+    takes a body that ends before its Content-Length for a whole one."""
+
+    @cached_property
+    def stream(self) -> IO[bytes]:
+        """The body. Raises RequestEntityTooLarge for one over the limit; reading raises ClientDisconnected for one that
+        ends too soon."""
+        length, most = self.content_length, self.max_content_length
+        if length is None:
+            return cast(IO[bytes], super().stream)
+        if most is not None and length > most:
+            raise RequestEntityTooLarge
+        return cast(IO[bytes], _Body(self.input_stream, length))
 
 
 def services() -> Services:
@@ -244,8 +275,8 @@ def _limited(size: Callable[[], int], *, is_large: bool = False) -> Callable[[Vi
 
 
 def content() -> bytes:
-    """The body, unpacked. Raises BadRequest or TooLarge, or 413 when it is over the route's limit. Raises Unavailable
-    while other views hold too many unpacked bytes."""
+    """The body, unpacked. Raises BadRequest or TooLarge, or 413 when it is over the route's limit, or 400 when it ends
+    too soon. Raises Unavailable while other views hold too many unpacked bytes."""
     most = request.max_content_length
     assert most is not None
     return unpack(request.get_data(), request.headers.get("Content-Encoding", ""), most, _take_unpacked)

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from flask import request
 from marshmallow import ValidationError, fields, validate, validates_schema
-from werkzeug.exceptions import HTTPException
+from werkzeug.exceptions import ClientDisconnected, HTTPException
 
 from app.api.base import (
     View,
@@ -89,7 +89,8 @@ def consumes_seq(*, gradient: bool = False) -> Callable[[View], View]:
                 if not is_final or _refuse_seq(str(error), gradient):
                     raise
             except HTTPException as error:
-                if error.code in _FINAL_STATUSES:
+                # The client of a body that ended too soon sends the call again.
+                if error.code in _FINAL_STATUSES and not isinstance(error, ClientDisconnected):
                     _refuse_seq(describe(error), gradient)
                 raise
             except UnicodeEncodeError:  # a 400 as well (app/api/errors.py)

@@ -18,6 +18,7 @@ from gunicorn.workers.gthread import TConn, ThreadWorker
 
 from app import gunicorn_worker, thread_pool
 from app.api import errors
+from app.api.base import WholeRequest
 from app.errors import RequestTimeout
 from app.gunicorn_worker import Arrival, TimedUnreader, Worker
 from app.thread_pool import MOST_BUSY, Sender, ThreadPool
@@ -221,6 +222,19 @@ def test_a_body_that_stalls_is_a_408_with_the_reason_and_one_line_in_the_log(
     assert [record.getMessage() for record in caplog.records] == ["a request's body arrived too slowly: 0 bytes"]
 
 
+def test_a_body_whose_client_stops_before_its_end_is_a_400(
+    worker: Worker, pair: tuple[socket.socket, socket.socket], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Application(Flask):
+        request_class = WholeRequest
+
+    app = Application(__name__)
+    app.config["MAX_CONTENT_LENGTH"] = 10**9
+    app.post("/")(lambda: request.get_data())
+    sent = HEAD + KEY + LARGE + b"Connection: close\r\n\r\nabc"
+    assert _answer(worker, app, pair, sent, caplog, is_last=True).startswith(b"HTTP/1.1 400 ")
+
+
 def test_a_response_that_nobody_reads_is_one_line_in_the_log(
     worker: Worker,
     pair: tuple[socket.socket, socket.socket],
@@ -257,9 +271,15 @@ def test_a_client_that_reads_slowly_keeps_its_connection_until_a_call_has_no_thr
 
 
 def _answer(
-    worker: Worker, app: Flask, pair: tuple[socket.socket, socket.socket], sent: bytes, caplog: pytest.LogCaptureFixture
+    worker: Worker,
+    app: Flask,
+    pair: tuple[socket.socket, socket.socket],
+    sent: bytes,
+    caplog: pytest.LogCaptureFixture,
+    is_last: bool = False,
 ) -> bytes:
-    """The first bytes that the worker sends for a request which one of its threads handles."""
+    """The first bytes that the worker sends for a request which one of its threads handles. The client of the last
+    request ends its side of the connection."""
     worker.wsgi, worker.log = app, Logger(Config())
     worker.log.error_log = logging.getLogger()
     conn = TConn(Config(), pair[0], ("1.2.3.4", 5), ("1.1.1.1", 80))
@@ -267,6 +287,8 @@ def _answer(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ThreadWorker, "enqueue_req", lambda self, conn: given.append(conn))
         pair[1].sendall(sent)
+        if is_last:
+            pair[1].shutdown(socket.SHUT_WR)
         worker.enqueue_req(conn)
     with caplog.at_level(logging.INFO):
         assert [worker.handle(each) for each in given] == [False]

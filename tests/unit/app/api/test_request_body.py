@@ -1,0 +1,79 @@
+"""A body counts once all of it has arrived. The tests stand in for gunicorn, whose streams end where a client stops."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+from urllib.parse import urlsplit
+
+from werkzeug.test import TestResponse
+
+from tests.protobuf_bytes import field
+from tests.unit.app.api.test_uploads import start
+from tests.unit.app.conftest import API, Api, batch
+
+
+def send(api: Api, path: str, body: bytes, *, stated: int | None, method: str = "POST", **headers: str) -> TestResponse:
+    """Sends a body whose Content-Length is `stated`; None sends it in chunks, without a length."""
+    environ: dict[str, Any] = {"wsgi.input": io.BytesIO(body), "wsgi.input_terminated": True}
+    environ["CONTENT_LENGTH" if stated is not None else "HTTP_TRANSFER_ENCODING"] = str(stated or "chunked")
+    return api.client.open(path, method=method, headers=headers, environ_overrides=environ)
+
+
+def send_batch(api: Api, body: bytes, *, stated: int | None) -> TestResponse:
+    headers = {"X-API-Key": api.key, "Content-Type": "application/x-protobuf"}
+    return send(api, f"{API}/forward_backward", body, stated=stated, **headers)
+
+
+def stored(api: Api) -> dict[str, bytes]:
+    """The files of all uploads."""
+    objects = api.services.objects
+    return {key: objects.read(key) for key in objects.list("uploads/")}
+
+
+def test_a_batch_that_ends_before_its_length_is_refused_and_consumes_no_seq(api: Api) -> None:
+    """Its first fields alone are a batch as well."""
+    model = api.model()
+    some = batch(model, 1).SerializeToString()
+    whole = some + field(100, b"the last field")
+    answer = send_batch(api, some, stated=len(whole))
+    assert (answer.status_code, f"after {len(some)} bytes" in answer.json["detail"]) == (400, True)
+    assert api.ops(model) == [0]
+    assert send_batch(api, whole, stated=len(whole)).status_code == 200
+    assert api.ops(model) == [0, 1]
+
+
+class CutChunks(io.BytesIO):
+    """A body in chunks whose client has gone: what arrived is read only behind the error, as from gunicorn."""
+
+    has_failed = False
+
+    def readinto(self, buffer: Any) -> int:
+        if self.has_failed:
+            return super().readinto(buffer)
+        self.has_failed = True
+        raise OSError("no more data")
+
+
+def test_a_batch_in_chunks_that_ends_too_soon_consumes_no_seq(api: Api) -> None:
+    model = api.model()
+    environ: dict[str, Any] = {
+        "wsgi.input": CutChunks(batch(model, 1).SerializeToString()),
+        "wsgi.input_terminated": True,
+        "HTTP_TRANSFER_ENCODING": "chunked",
+    }
+    headers = {"X-API-Key": api.key, "Content-Type": "application/x-protobuf"}
+    assert api.client.post(f"{API}/forward_backward", headers=headers, environ_overrides=environ).status_code == 400
+    assert api.ops(model) == [0]
+
+
+def test_an_upload_that_ends_before_its_length_replaces_nothing(api: Api) -> None:
+    url, *_ = start(api).json["urls"].values()
+    parts = urlsplit(url)
+    path = f"{parts.path}?{parts.query}"
+    assert send(api, path, b"{}", stated=2, method="PUT").status_code == 200
+    before = stored(api)
+    assert send(api, path, b"[1", stated=9, method="PUT").status_code == 400
+    assert stored(api) == before
+    assert send(api, path, b"[1]", stated=3, method="PUT").status_code == 200
+    assert stored(api) != before
