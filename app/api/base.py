@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import wraps
+from io import BytesIO
 from types import MappingProxyType
 from typing import IO, Any, Protocol, TypeVar, cast
 
@@ -98,7 +99,13 @@ class _Blueprint(Blueprint):  # type: ignore[misc]
 
 
 class _Body(LimitedStream):
-    """werkzeug's stream, with an error that says how much of the body arrived."""
+    """werkzeug's stream. It always fails at a maximum, and its error says how much of the body arrived."""
+
+    def readall(self) -> bytes:
+        found = super().readall()
+        if self.is_exhausted:
+            self.on_exhausted()
+        return found
 
     def on_disconnect(self, error: Exception | None = None) -> None:
         try:
@@ -111,18 +118,23 @@ class _Body(LimitedStream):
 
 class WholeRequest(Request):
     """A request whose body is read to its end or not at all. If the server ends its streams, as gunicorn does, werkzeug
-    takes a body that ends before its Content-Length for a whole one."""
+    takes a body that ends before its Content-Length for a whole one, and cuts a longer one without a length at the
+    limit."""
 
     @cached_property
     def stream(self) -> IO[bytes]:
-        """The body. Raises RequestEntityTooLarge for one over the limit; reading raises ClientDisconnected for one that
-        ends too soon."""
+        """The body. Raises RequestEntityTooLarge for one over the limit, also while it is read; reading raises
+        ClientDisconnected for one that ends too soon."""
         length, most = self.content_length, self.max_content_length
-        if length is None:
-            return cast(IO[bytes], super().stream)
-        if most is not None and length > most:
-            raise RequestEntityTooLarge
-        return cast(IO[bytes], _Body(self.input_stream, length))
+        assert most is not None
+        if length is not None:
+            if length > most:
+                raise RequestEntityTooLarge
+            return cast(IO[bytes], _Body(self.input_stream, length))
+        if "wsgi.input_terminated" not in self.environ:
+            return BytesIO()
+        # One byte more tells a body of the limit from a longer one.
+        return cast(IO[bytes], _Body(self.input_stream, most + 1, is_max=True))
 
 
 def services() -> Services:

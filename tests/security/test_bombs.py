@@ -194,6 +194,7 @@ def test_no_bomb_goes_off(server: Server) -> None:
     answers["chunks without end"] = server.post("asample", endless())
     grown, left = server.peak_mib() - before, server.used_mib() - used
     assert {name: status for name, (status, _) in answers.items() if status not in (400, 413, 422)} == {}
+    assert (answers["chunks without end"][0], answers["a body over the limit"][0]) == (413, 413)
     assert all(answer["detail"] for _, answer in answers.values())
     assert grown < MOST_MIB
     assert left < LEFT_MIB

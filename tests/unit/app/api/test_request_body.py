@@ -6,8 +6,10 @@ import io
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
 from werkzeug.test import TestResponse
 
+from app.settings import Settings
 from tests.protobuf_bytes import field
 from tests.unit.app.api.test_uploads import start
 from tests.unit.app.conftest import API, Api, batch
@@ -77,3 +79,49 @@ def test_an_upload_that_ends_before_its_length_replaces_nothing(api: Api) -> Non
     assert stored(api) == before
     assert send(api, path, b"[1]", stated=3, method="PUT").status_code == 200
     assert stored(api) != before
+
+
+def test_a_call_in_chunks_may_have_as_many_bytes_as_one_with_a_length(api: Api) -> None:
+    """The bytes up to the limit are a call by themselves."""
+    most = api.client.application.config["MAX_CONTENT_LENGTH"]
+    body = b"{}" + b" " * (most - 2)
+    headers = {"X-API-Key": api.key, "Content-Type": "application/json"}
+    for more, status in ((0, 200), (1, 413), (2**17, 413)):
+        for stated in (None, len(body) + more):
+            answer = send(api, f"{API}/create_session", body + b" " * more, stated=stated, **headers)
+            assert (more, stated, answer.status_code) == (more, stated, status)
+
+
+def test_a_batch_in_chunks_over_the_limit_consumes_no_seq(api: Api, settings: Settings) -> None:
+    """The bytes up to the limit are a batch by themselves."""
+    model, most = api.model(), settings.api.max_body_bytes
+    message = batch(model, 1).SerializeToString()
+    whole = message + field(100, bytes(most - len(message) - 5))
+    assert len(whole) == most
+    assert send_batch(api, whole + field(101, b""), stated=None).status_code == 413
+    assert api.ops(model) == [0]
+    assert send_batch(api, whole, stated=None).status_code == 200
+
+
+def test_an_upload_in_chunks_may_have_as_many_bytes_as_its_url_says(api: Api) -> None:
+    url, *_ = start(api).json["urls"].values()
+    parts = urlsplit(url)
+    path = f"{parts.path}?{parts.query}"
+    most = int(parts.path.split("/uploads/")[1].split("/")[0])
+    assert send(api, path, bytes(most), stated=None, method="PUT").status_code == 200
+    before = stored(api)
+    assert send(api, path, b"x" * (most + 1), stated=None, method="PUT").status_code == 413
+    assert stored(api) == before
+
+
+class Endless(io.RawIOBase):
+    """The connection itself: a read waits for the client's next request."""
+
+    def readinto(self, _: object) -> int:
+        pytest.fail("the connection was read")
+
+
+def test_a_call_without_a_length_is_not_waited_for_on_a_server_that_does_not_end_its_streams(api: Api) -> None:
+    headers = {"X-API-Key": api.key, "Content-Type": "application/json"}
+    answer = api.client.post(f"{API}/create_session", headers=headers, environ_overrides={"wsgi.input": Endless()})
+    assert (answer.status_code, "0 bytes" in answer.json["detail"]) == (400, True)
