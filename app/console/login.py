@@ -36,6 +36,8 @@ _KEY, _CSRF, _FIELD = "key", "csrf", "csrf_token"
 _PATH = "/console"
 _LIFETIME = timedelta(hours=12)
 _MOST_FORM_BYTES = 16 * 1024
+_PLAY, _MOST_PLAY_BYTES = "console.play", 2**20
+"""The form with a prompt. A Chinese character takes 9 bytes in it."""
 
 
 class _ConsoleSessions(SecureCookieSessionInterface):
@@ -80,25 +82,32 @@ def add(blueprint: Blueprint) -> None:
     def guard() -> AnyResponse | None:
         if current_app.secret_key is None:
             raise NotFound("the console needs url_secret in the config file: set it to 32 random characters or more")
+        if request.endpoint not in open_endpoints:
+            try:
+                g.caller = services().authenticator.holder(session.get(_KEY, ""))
+            except Unauthorized:
+                if _KEY in session:
+                    session.clear()
+                return _to_login()
         if request.method == "POST":
             _check_form()
-        if request.endpoint in open_endpoints:
-            return None
-        try:
-            g.caller = services().authenticator.holder(session.get(_KEY, ""))
-        except Unauthorized:
-            if _KEY in session:
-                session.clear()
-            return _to_login()
         return None
 
 
 def _check_form() -> None:
     """Answers 403 unless this browser got the form from here. Only a body that has arrived is read: the event loop
-    waits for those of a client with a cookie, if they have a length and no Expect header (app/gunicorn_worker.py)."""
-    request.max_content_length = _MOST_FORM_BYTES
+    waits for those of a client with a cookie, if they have a length and no Expect header (app/gunicorn_worker.py). It
+    does not wait for a long prompt, so that takes a login."""
+    most = _MOST_PLAY_BYTES if request.endpoint == _PLAY else _MOST_FORM_BYTES
     if request.content_length is None or "Expect" in request.headers:
         abort(411, "send the form with its length, and without an Expect header")
+    if request.content_length > most:
+        abort(
+            413,
+            f"the form has {request.content_length:,} bytes; at most {most:,} are allowed: go back and shorten its "
+            "text, in which a character that is not ASCII takes 6 to 12 bytes",
+        )
+    request.max_content_length = most
     if _CSRF not in session or not hmac.compare_digest(request.form.get(_FIELD, "").encode(), session[_CSRF].encode()):
         abort(403, "this form is too old: load its page again")
 

@@ -125,8 +125,19 @@ def test_a_login_ends_twelve_hours_after_it_began(browser: Callable[..., Browser
     assert "Set-Cookie" not in logged_in.get("runs").headers, "a page that is loaded again prolongs nothing"
 
 
-def test_a_large_form_is_refused(browser: Callable[..., Browser]) -> None:
-    assert browser().post("checkpoints/publish", path="x" * 20_000).status_code == 413
+def test_a_large_form_is_refused_with_the_limit(browser: Callable[..., Browser]) -> None:
+    for form, most in (("checkpoints/publish", 16_384), ("playground", 1_048_576)):
+        answer = browser().post(form, path="x" * most)
+        assert (answer.status_code, f"at most {most:,}" in answer.text) == (413, True)
+
+
+def test_a_long_prompt_is_read_after_the_login_alone(api: Api, app: Flask) -> None:
+    """The event loop does not wait for it, so a slow one would hold a thread."""
+    client = app.test_client()
+    client.get("/console/login")
+    form = {"content_type": "application/x-www-form-urlencoded", "content_length": 2**20}
+    answer = client.post("/console/playground", input_stream=cast(Any, Unreadable()), **cast(Any, form))
+    assert answer.headers["Location"] == "/console/login"
 
 
 def test_every_route_that_changes_something_needs_the_scope_that_the_api_asks_for(app: Flask) -> None:

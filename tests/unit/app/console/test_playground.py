@@ -124,6 +124,14 @@ def test_the_form_keeps_its_values(served: tuple[Api, Standin], browser: Browser
     assert 'action="/console/playground#answers"' in page, "a phone shows the answers, which are below the form"
 
 
+def test_a_long_prompt_is_asked_as_it_is_and_the_form_keeps_it(served: tuple[Api, Standin], browser: Browsers) -> None:
+    """As a form, 40,000 Chinese characters are 360,000 bytes. They are too many tokens for this model."""
+    long = "\u5b57" * 40_000
+    answer = browser().post("playground", **{**FORM, "prompt": long})
+    assert (answer.status_code, long in answer.text) == (400, True)
+    assert "tokens" in answer.text.partition('role="alert">')[2].partition("</p>")[0]
+
+
 def test_a_checkpoint_is_chosen_by_its_link(served: tuple[Api, Standin], browser: Browsers) -> None:
     api, _ = served
     path = save_checkpoint(api, api.model(), "sampler_weights", prefix="models/x")
