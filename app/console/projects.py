@@ -115,11 +115,12 @@ def _revoke(project: str) -> Response:
 
 
 def _set_limits(project: str) -> Response:
-    """Sets the limits that differ from those before. A smaller number of kept checkpoints deletes some, so it asks for
-    a second press."""
+    """Sets the limits that the user changed: those that differ from the ones that the page showed, and from those
+    before. A smaller number of kept checkpoints deletes some, so it asks for a second press."""
     found = services().administration.describe(current_caller(), project)
     own = found.project.limits
-    given = {name: _text(name) for name in NAMES if name in request.form}
+    texts = {name: _text(name) for name in NAMES if name in request.form}
+    given = {name: text for name, text in texts.items() if text != request.form.get(f"shown_{name}")}
     limits = {name: _limit(name, text) for name, text in given.items() if text}
     changed = {name: value for name, value in limits.items() if name not in own or own[name] != value}
     default = {name for name, text in given.items() if not text and name in own}

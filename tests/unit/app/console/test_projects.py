@@ -289,6 +289,36 @@ def test_the_operator_sets_every_limit_and_the_form_repeats_it(tenant: Tenant, b
     assert limits_of(tenant) == limits
 
 
+def form_of_limits(page: str) -> dict[str, str]:
+    """The fields that a browser sends for the page's form of limits, also the hidden ones."""
+    form = page[page.index('/limits"') :].partition("</form>")[0]
+    return dict(re.findall(r'<input [^>]*?name="(\w+)" [^>]*?value="([^"]*)"', form))
+
+
+def test_the_form_of_limits_leaves_alone_what_somebody_else_changed_since_its_page_was_loaded(
+    tenant: Tenant, browser: Browsers
+) -> None:
+    path = f"projects/{tenant.project}"
+    operator, other = (opened(browser, OPERATOR_KEY, tenant) for _ in range(2))
+    operator.post(f"{path}/limits", storage_bytes="1000", keep_checkpoints="9", sure="yes")
+    fields = form_of_limits(operator.get(path).text)
+    given = {"storage_bytes": "2000", "keep_checkpoints": "", "requests_per_s": "3"}
+    assert other.post(f"{path}/limits", **given).status_code == 302
+    assert operator.post(f"{path}/limits", **{**fields, "checkpoint_ttl_s": "7200"}).status_code == 302
+    assert limits_of(tenant) == {"storage_bytes": 2000, "requests_per_s": 3.0, "checkpoint_ttl_s": 7200}
+
+
+def test_the_second_press_sends_what_the_page_of_the_form_showed(tenant: Tenant, browser: Browsers) -> None:
+    path = f"projects/{tenant.project}"
+    operator, other = (opened(browser, OPERATOR_KEY, tenant) for _ in range(2))
+    fields = form_of_limits(operator.get(path).text)
+    asked = operator.post(f"{path}/limits", **{**fields, "keep_checkpoints": "5"})
+    assert asked.status_code == 200 and "5 newest" in asked.text
+    other.post(f"{path}/limits", storage_bytes="2000")
+    assert operator.post(f"{path}/limits", **form_of_limits(asked.text), sure="yes").status_code == 302
+    assert limits_of(tenant) == {"storage_bytes": 2000, "keep_checkpoints": 5}
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("role", "status"), [("member", 403), ("viewer", 403), ("stranger", 404), ("settings", 404)])
 def test_nobody_else_sees_or_changes_a_project(
