@@ -50,11 +50,14 @@ class _ConsoleSessions(SecureCookieSessionInterface):
 
 def configure(app: Flask, settings: Settings) -> None:
     """Sets up the cookie. Its signature is made with a key of its own, derived from the server's secret."""
+    name = "tinsmith_console"
     if settings.url_secret:
         app.secret_key = hmac.new(settings.url_secret.encode(), b"console", hashlib.sha256).digest()
+        # A browser sends a host's cookies to all of its ports, where other servers may be.
+        name += f"_{hashlib.sha256(app.secret_key).hexdigest()[:8]}"
     app.session_interface = _ConsoleSessions()
     app.config.update(
-        SESSION_COOKIE_NAME="tinsmith_console",
+        SESSION_COOKIE_NAME=name,
         SESSION_COOKIE_PATH=_PATH,
         # A link on another site, such as a dashboard, finds the login. Each form has a token of its own.
         SESSION_COOKIE_SAMESITE="Lax",

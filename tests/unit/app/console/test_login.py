@@ -58,6 +58,10 @@ class Unreadable(io.RawIOBase):
         return at
 
 
+def cookie_name(app: Flask) -> str:
+    return app.session_interface.get_cookie_name(app)
+
+
 @pytest.mark.parametrize("path", ["/", "/console", "/console/"])
 def test_the_console_begins_at_its_own_address(api: Api, app: Flask, path: str) -> None:
     answer = app.test_client().get(path, follow_redirects=True)
@@ -117,9 +121,9 @@ def test_a_link_of_another_site_does_not_end_a_login(api: Api, app: Flask) -> No
     assert "Set-Cookie" not in app.test_client().get("/console/runs").headers
 
 
-def test_a_login_ends_twelve_hours_after_it_began(browser: Callable[..., Browser]) -> None:
+def test_a_login_ends_twelve_hours_after_it_began(app: Flask, browser: Callable[..., Browser]) -> None:
     logged_in = browser()
-    cookie = logged_in._client.get_cookie("tinsmith_console", path="/console")
+    cookie = logged_in._client.get_cookie(cookie_name(app), path="/console")
     assert cookie is not None and cookie.max_age is None and cookie.expires is not None
     assert 43_000 < cookie.expires.timestamp() - time.time() <= 43_200
     assert "Set-Cookie" not in logged_in.get("runs").headers, "a page that is loaded again prolongs nothing"
@@ -193,6 +197,16 @@ def test_the_cookie_goes_over_tls_only_if_the_public_address_is_https(public_url
     assert app.session_interface.get_cookie_secure(app) == is_secure
 
 
+def test_servers_on_several_ports_of_a_host_keep_their_own_logins() -> None:
+    """A browser sends a cookie to all ports. The processes of one server share their secret, and so the login."""
+    names = []
+    for secret in ("a" * 32, "a" * 32, "b" * 32):
+        app = Flask(__name__)
+        login.configure(app, Settings(url_secret=secret))
+        names.append(cookie_name(app))
+    assert names[0] == names[1] != names[2]
+
+
 def test_a_login_makes_a_new_token_for_forms(api: Api, app: Flask) -> None:
     """Whoever planted the cookie of the login's page knows the token in it."""
     browser = Browser(app)
@@ -206,21 +220,21 @@ def test_a_login_makes_a_new_token_for_forms(api: Api, app: Flask) -> None:
 
 def test_a_cookie_that_was_changed_is_no_login(browser: Callable[..., Browser], app: Flask) -> None:
     logged_in = browser()
-    cookie = logged_in._client.get_cookie("tinsmith_console", path="/console")
+    cookie = logged_in._client.get_cookie(cookie_name(app), path="/console")
     assert cookie is not None
     forged = Browser(app)
-    forged._client.set_cookie("tinsmith_console", cookie.value[:-2] + "xx", path="/console")
+    forged._client.set_cookie(cookie_name(app), cookie.value[:-2] + "xx", path="/console")
     assert forged.get("runs").status_code == 302
 
 
-def test_a_revoked_key_ends_its_logins_at_once(api: Api, browser: Callable[..., Browser]) -> None:
+def test_a_revoked_key_ends_its_logins_at_once(api: Api, app: Flask, browser: Callable[..., Browser]) -> None:
     accounts = AccountService(AccountFiles(api.services.objects), api.services.records)
     tenant = make_tenant(api, accounts)
     key = tenant.key("member")
     logged_in = browser(key)
     accounts.revoke(key.removeprefix("tml-").partition(".")[0])
     answer = logged_in.get("runs")
-    assert answer.status_code == 302 and "tinsmith_console=;" in answer.headers["Set-Cookie"]
+    assert answer.status_code == 302 and f"{cookie_name(app)}=;" in answer.headers["Set-Cookie"]
     part = logged_in.get("runs", HX_Request="true")
     assert (part.status_code, part.headers["HX-Redirect"]) == (204, "/console/login"), "htmx would show it in the table"
 
@@ -231,11 +245,11 @@ def test_after_logging_out_no_page_is_seen(browser: Callable[..., Browser]) -> N
     assert logged_in.get("runs").status_code == 302
 
 
-def test_the_api_takes_no_cookie(api: Api, browser: Callable[..., Browser]) -> None:
-    cookie = browser()._client.get_cookie("tinsmith_console", path="/console")
+def test_the_api_takes_no_cookie(api: Api, app: Flask, browser: Callable[..., Browser]) -> None:
+    cookie = browser()._client.get_cookie(cookie_name(app), path="/console")
     assert cookie is not None
     client = api.client.application.test_client(use_cookies=False)  # with its path, a browser would send it to no call
-    headers = {"Cookie": f"tinsmith_console={cookie.value}"}
+    headers = {"Cookie": f"{cookie_name(app)}={cookie.value}"}
     assert client.get("/console/runs", headers=headers).status_code == 200
     assert client.get("/api/v1/training_runs", headers=headers).status_code == 401
 
