@@ -16,7 +16,7 @@ _PROSE = (*_CODE, "ops", "tests")
 _MOST_MODULES, _MOST_LINES = 15, 400
 _GENERATED = "_pb2.py"
 # The commands `python -m workers.trainer`, `celery -A workers.celery_app` and their like are public.
-_ENTRIES = {"__init__.py", "celery_app.py", "cli.py", "node.py", "sampler.py", "trainer.py"}
+_ENTRIES = {"__init__.py", "celery_app.py", "cli.py", "flower.py", "node.py", "sampler.py", "trainer.py"}
 _CLAUSE = re.compile(r"(What|Who|Whose|Whom|How|Which|Where|When|Whether)\b")
 _RIDDLES = re.compile(r"\b(is told|are told|is let in|are let in|must miss it|whom|doorbells?)\b", re.IGNORECASE)
 # Home-made nouns that the code had once, in place of the field's terms.
