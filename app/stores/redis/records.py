@@ -147,13 +147,12 @@ class RedisRecords:
     def list(self, namespace: str, prefix: str = "") -> Iterator[tuple[str, dict[str, str]]]:
         """Lists the records whose id starts with `prefix`, by id, a slice at a time. Removes the ids of expired records
         from the index on the way."""
-        index = keys.index(namespace)
         for slice_ in self._id_slices(namespace, prefix):
             for key, fields in self.read(namespace, slice_):
                 if fields:
                     yield key, fields
                 else:
-                    self._redis.zrem(index, key)
+                    self._run("unlist", namespace, key)
 
     def readable_checkpoints(
         self, prefixes: Sequence[str], projects: Collection[str], *, newest: bool = False

@@ -48,6 +48,13 @@ change_record(ARGV[1], ARGV[2], function() redis.call('HSET', key, unpack(ARGV, 
 redis.call('ZADD', 'tinsmith:index:' .. ARGV[1], 0, ARGV[2])
 return 1
 
+-- script: unlist flags=allow-oom
+-- Remove a record's id from its index, unless the record was made again. ARGV: namespace, id. Returns 0.
+if redis.call('EXISTS', 'tinsmith:' .. ARGV[1] .. ':' .. ARGV[2]) == 0 then
+  redis.call('ZREM', 'tinsmith:index:' .. ARGV[1], ARGV[2])
+end
+return 0
+
 -- script: note_weights flags=allow-oom
 -- Note the id of a base model's weights. ARGV: base model, id or '' for none, 1 to replace another id or 0. Returns the
 -- id that was noted before, or '' if there was none.

@@ -67,6 +67,22 @@ def test_what_expired_is_not_listed_and_leaves_the_index(stored, client):
     assert client.zcard("tinsmith:index:things") == 1
 
 
+def test_a_record_that_is_deleted_and_made_again_while_a_list_reads_it_stays_in_the_index(stored, monkeypatch):
+    stored.put("things", "a", {"x": "y"})
+    read = stored.read
+
+    def read_between_the_two(namespace, ids):
+        stored.delete(namespace, "a")
+        found = list(read(namespace, ids))
+        stored.put(namespace, "a", {"x": "z"})
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stored, "read", read_between_the_two)
+        assert list(stored.list("things")) == []
+    assert list(stored.list("things")) == [("a", {"x": "z"})]
+
+
 def test_a_list_goes_on_while_records_come_and_go(stored, monkeypatch):
     monkeypatch.setattr(records, "_SLICE", 2)
     for i in range(6):
