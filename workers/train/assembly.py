@@ -65,6 +65,7 @@ class AssembledTrainer:
     runner: TrainingRunner
     rebalancer: Rebalancer
     idle_eviction: IdleEviction
+    end: Callable[[str], NoReturn]
 
     def runtime(self) -> Runtime:
         return Runtime(
@@ -81,7 +82,13 @@ class AssembledTrainer:
         )
 
     def hand_back(self) -> None:
-        """Gives the running Op and all models to other trainers, from any thread."""
+        """Gives the running Op and all models to other trainers, from any thread.
+
+        Ends the process at the cost of an attempt if the backend has failed: the launcher of several ranks also sends
+        SIGTERM when one of them has died, perhaps of the running Op.
+        """
+        if not self.serving.backend.healthy():
+            self.end("it was asked to end after the backend had failed")
         self.owner.hand_back()
         self.drain.release()
 
@@ -156,6 +163,7 @@ def assemble_trainer(parts: Parts, serving: Serving[TrainingBackend], overrides:
         runner=runner,
         rebalancer=Rebalancer(runner, owner, parts.records, send, serving.base.name, parts.node, full=serving.full),
         idle_eviction=IdleEviction(owner, parts.lifecycle.unwanted, parts.settings.engine.idle_s, shm_transfers.lost),
+        end=end,
     )
 
 

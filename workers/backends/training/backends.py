@@ -36,9 +36,9 @@ from workers.backends.training.engine import Engine, EngineLost, HiddenStates, T
 from workers.backends.training.ranks import (
     COMPUTE_DEADLINE,
     RankGroup,
-    control_group,
     default_environment,
     join_alone,
+    joined,
     serve_hosts,
 )
 from workers.backends.training.sequence_parallel import ModelParallelGroup
@@ -172,7 +172,7 @@ def _join(trainer: TrainerSettings, device: torch.device) -> RankGroup:
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=deadline, verbose=False)
     if trainer.ranks == 1:
         return RankGroup()
-    return RankGroup(dist.get_rank(), trainer.ranks, control_group(), store)
+    return joined(store)
 
 
 def _parallel_groups(ranks: RankGroup, settings: BaseModelSettings) -> tuple[ModelParallelGroup, SplitLayers | None]:

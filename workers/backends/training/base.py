@@ -126,7 +126,8 @@ class TrainingBackend(Protocol):
         ...
 
     def healthy(self) -> bool:
-        """Returns False once this process cannot go on: its ranks are out of step, a device is lost, or a call stalls.
+        """Returns False once this process cannot go on: its ranks are out of step, one or a device is lost, or a call
+        stalls.
 
         The worker then exits and is restarted. May be called from any thread.
         """

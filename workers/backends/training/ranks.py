@@ -1,8 +1,9 @@
 """The processes that train one base model together, their messages, and the tensors that each process owns.
 
 Callers use rank 0. It sends every call to the others as bytes over a control group, on which they may wait for ever.
-The sums and broadcasts of a pass go over the default group. There a dead rank is an error. A rank that hangs is noticed
-by the stall detector (Trainer.healthy), or else by the group's own timeout.
+The sums and broadcasts of a pass go over the default group. There gloo reports a dead rank, but NCCL does not: rank 0
+looks for the other ranks' processes (`RankGroup.lost_one`). A rank that hangs is noticed by the stall detector
+(Trainer.healthy), or else by the group's own timeout.
 """
 
 from __future__ import annotations
@@ -50,13 +51,19 @@ class RankGroup:
     """The ranks of one trainer. `control` is a gloo process group.
 
     With one rank it is None: `agreed`, `count` and `greatest` then return this rank's own, `receive` may not be called,
-    and the other methods do nothing. `store`: rank 0 keeps the store alive in it.
+    and the other methods do nothing. `store`: rank 0 keeps the store alive in it. `siblings`: the other ranks on this
+    machine.
     """
 
     rank: int = 0
     size: int = 1
     control: Any = None
     store: Any = None
+    siblings: tuple[psutil.Process, ...] = ()
+
+    def lost_one(self) -> bool:
+        """True if another rank on this machine has ended. No collective; any thread may call it."""
+        return not all(map(_lives, self.siblings))
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Replaces each tensor, in place, by its sum over the ranks; one collective for all of them. They have one
@@ -145,9 +152,22 @@ class RankGroup:
             dist.destroy_process_group()
 
 
-def control_group() -> Any:
-    """Makes a gloo group over all ranks. A collective; the default group must exist."""
-    return dist.new_group(backend="gloo", timeout=_CONTROL_DEADLINE)
+def joined(store: Any) -> RankGroup:
+    """Returns the group of all ranks. A collective; the default group must exist."""
+    control = dist.new_group(backend="gloo", timeout=_CONTROL_DEADLINE)
+    here = torch.tensor([int(os.environ.get("CROSS_RANK", "0")), os.getpid()])
+    places = [torch.empty_like(here) for _ in range(dist.get_world_size())]
+    dist.all_gather(places, here, group=control)
+    on_this_machine = [int(pid) for host, pid in places if host == here[0]]
+    siblings = tuple(psutil.Process(pid) for pid in on_this_machine if pid != os.getpid())
+    return RankGroup(dist.get_rank(), dist.get_world_size(), control, store, siblings)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def end() -> NoReturn:

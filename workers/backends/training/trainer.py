@@ -105,7 +105,8 @@ class Trainer(ABC):
                 self._free_memory()
 
     def healthy(self) -> bool:
-        return not self._broken and self._stall_detector.seconds <= self._settings.trainer.rank_deadline_s
+        sound = not self._broken and not self._engine.ranks.lost_one()
+        return sound and self._stall_detector.seconds <= self._settings.trainer.rank_deadline_s
 
     def shutdown(self) -> None:
         """Lets the other ranks leave `follow`; nothing may be called afterwards. A broken group ends by itself."""

@@ -5,12 +5,14 @@ interrupt, as one of a GPU library is.
 
 With a third argument `long`, the worker has ten minutes for its orderly stop. `interrupted` also sends it a SIGTERM at
 every line of the start of its heartbeat and of the signal's handler. With `patient`, it waits for an hour for each
-answer of its broker.
+answer of its broker. `ranks` makes it one of a trainer's ranks under torchrun. Its pass is no collective, so it learns
+of a dead rank as little as a pass over NCCL.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
 import sys
 import time
@@ -18,6 +20,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import torch.distributed as dist
 
 from app import dispatch
 from app.domain.ops import ForwardBackward
@@ -29,6 +33,7 @@ from tests.assembly import INFO
 from tests.property.vector_backend import VectorBackend
 from workers import cli
 from workers.backends.sampling.base import RequestHandle
+from workers.backends.training.ranks import RankGroup, joined
 from workers.process import assembly, orderly_stop, parts
 from workers.process.liveness import Heartbeat
 from workers.process.parts import Parts, Serving
@@ -46,6 +51,11 @@ def begin() -> bool:
 
 
 class SlowTrainer(VectorBackend):
+    ranks = RankGroup()
+
+    def healthy(self) -> bool:
+        return not self.ranks.lost_one()
+
     def apply(self, ops: Mapping[str, Any]) -> Mapping[str, Output | OpError]:
         if any(isinstance(op, ForwardBackward) for op in ops.values()) and not begin():
             hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # half an hour
@@ -95,6 +105,16 @@ class Interrupted(Heartbeat):
         (FOLDER / "begun").touch()
 
 
+def join() -> None:
+    """Joins the group as production does. Returns on rank 0 alone; the others wait for it until it is gone."""
+    if os.environ["RANK"] != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    dist.init_process_group("gloo")
+    SlowTrainer.ranks = joined(None)
+    if os.environ["RANK"] != "0":
+        SlowTrainer.ranks.receive()
+
+
 if __name__ == "__main__":
     option = sys.argv[3] if len(sys.argv) > 3 else ""
     orderly_stop._WITHIN_S = 600.0 if option in ("long", "interrupted") else 0.2
@@ -102,6 +122,8 @@ if __name__ == "__main__":
         parts.Heartbeat = Interrupted  # type: ignore[misc]
     if option == "patient":
         dispatch.ANSWER_S = 3600.0
+    if option == "ranks":
+        join()
     assembly._start_trainer, assembly._start_sampler = start_trainer, start_sampler
     if sys.argv[1] == "trainer":
         cli.run_worker(f"train.{INFO.name}", "worker", ["-P", "solo"])

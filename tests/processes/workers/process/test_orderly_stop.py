@@ -10,10 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import redis
 import tomli_w
@@ -56,28 +57,42 @@ class Workers:
     def running(self, role: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
         environment = {**os.environ, SETTINGS_VARIABLE: str(self._settings)}
         module = "tests.processes.workers.process.slow_worker"
-        process = subprocess.Popen([sys.executable, "-m", module, role, str(self.folder), *options], env=environment)
+        launcher = ["-m", "workers.process.torchrun", "--nproc-per-node", "2"] if "ranks" in options else []
+        command = [sys.executable, *launcher, "-m", module, role, str(self.folder), *options]
+        process = subprocess.Popen(command, env=environment)
         try:
             yield process
         finally:
-            process.kill()
+            ranks = psutil.Process(process.pid).children() if process.poll() is None else []
+            for each in (process, *ranks):
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
             process.wait()
 
-    def stop_during_work(self, role: str) -> int:
-        """Starts a worker, and stops it as a supervisor does, once it works. Returns its exit code.
+    def stop_during_work(
+        self, role: str, *options: str, stop: Callable[[subprocess.Popen[bytes]], None] = subprocess.Popen.terminate
+    ) -> int:
+        """Starts a worker, and stops it, by default as a supervisor does, once it works. Returns its exit code.
 
         Its work would take much longer than it has here to end. The last test has the time that a supervisor gives.
         """
         begun = self.folder / "begun"
         begun.unlink(missing_ok=True)
-        with self.running(role) as process:
+        with self.running(role, *options) as process:
             self.until(begun.exists, process)
-            process.send_signal(signal.SIGTERM)
+            stop(process)
             try:
                 return process.wait(timeout=240)
             except subprocess.TimeoutExpired:
                 process.kill()
                 return process.wait()
+
+    def admit_pass(self) -> str:
+        self.oplog.create_model(MODEL, dump(Model("me", "session", BASE, 0.0)))
+        for seq, op in enumerate((CREATE, backward(1))):
+            payload = ops.encode(op)
+            self.oplog.admit(MODEL, seq, op.kind, payload, ops.digest(payload))
+        return f"{MODEL}:1"
 
     def admit_sample(self) -> str:
         RedisRecords(self.client).put_new(Sampler.namespace, SAMPLER, dump(Sampler("me", "session", BASE, 0.0)))
@@ -106,17 +121,37 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
 
 
 def test_stops_during_a_long_pass_cost_no_attempt(workers: Workers):
-    workers.oplog.create_model(MODEL, dump(Model("me", "session", BASE, 0.0)))
-    for seq, op in enumerate((CREATE, backward(1))):
-        payload = ops.encode(op)
-        workers.oplog.admit(MODEL, seq, op.kind, payload, ops.digest(payload))
+    request = workers.admit_pass()
     for _ in range(STOPS):
         assert workers.stop_during_work("trainer") == 0, "it ended by itself"
-        assert workers.client.hmget(keys.op(f"{MODEL}:1"), "runner", "attempts") == [None, b"0"]
+        assert workers.client.hmget(keys.op(request), "runner", "attempts") == [None, b"0"]
         assert not workers.client.exists(keys.lease(MODEL)), "another trainer can go on at once"
-    workers.finish("trainer", f"{MODEL}:1")
-    result = workers.oplog.outcome(f"{MODEL}:1")
+    workers.finish("trainer", request)
+    result = workers.oplog.outcome(request)
     assert result is not None and not result.failed
+
+
+@pytest.mark.timeout(600)
+def test_a_stop_of_several_ranks_costs_no_attempt(workers: Workers):
+    request = workers.admit_pass()
+    workers.stop_during_work("trainer", "ranks")
+    assert workers.client.hmget(keys.op(request), "runner", "attempts") == [None, b"0"]
+    assert not workers.client.exists(keys.lease(MODEL)), "another trainer can go on at once"
+
+
+@pytest.mark.timeout(600)
+def test_the_death_of_another_rank_is_an_attempt_although_the_pass_does_not_notice_it(workers: Workers):
+    """The launcher then stops this rank as a supervisor does."""
+    request = workers.admit_pass()
+    workers.stop_during_work("trainer", "ranks", stop=kill_rank_1)
+    assert not workers.client.exists(keys.lease(MODEL)), "another trainer can go on at once"
+    workers.finish("trainer", request)
+    assert workers.client.hget(keys.op(request), "attempts") == b"1"
+
+
+def kill_rank_1(launcher: subprocess.Popen[bytes]) -> None:
+    [follower] = (each for each in psutil.Process(launcher.pid).children() if each.environ().get("RANK") == "1")
+    follower.kill()
 
 
 def test_stops_during_a_long_sample_cost_no_attempt(workers: Workers):

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 
+import psutil
 import pytest
 import torch
 
@@ -81,6 +83,21 @@ def test_an_address_that_is_not_here_is_a_setup_error(
     first_host.setenv(name, value)
     with pytest.raises(SetupError, match=why):
         ranks.serve_hosts()
+
+
+def test_a_rank_is_lost_as_soon_as_its_process_has_ended_whoever_waits_for_it() -> None:
+    with subprocess.Popen(["sleep", "600"]) as ended, subprocess.Popen(["sleep", "600"]) as alive:
+        group = RankGroup(0, 3, siblings=(psutil.Process(alive.pid), psutil.Process(ended.pid)))
+        try:
+            assert not group.lost_one()
+            ended.kill()
+            os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+            assert group.lost_one(), "its launcher has not seen it yet"
+            ended.wait()
+            assert group.lost_one()
+        finally:
+            alive.kill()
+            ended.kill()
 
 
 def test_the_norm_of_a_large_tensor_is_exact_on_a_cpu() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -14,6 +17,7 @@ from tests.models import tiny_qwen3
 from workers.backends.training import backends, trainer
 from workers.backends.training.base import Create
 from workers.backends.training.engine import HiddenStates
+from workers.backends.training.ranks import RankGroup
 from workers.backends.training.trainer import Trainer
 
 DRIVER = torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
@@ -54,6 +58,16 @@ def test_a_trainer_that_lost_its_device_is_broken(backend: Trainer, monkeypatch:
     with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
         apply(backend, "m", GOOD)
     assert not backend.healthy()
+
+
+def test_a_trainer_that_lost_another_rank_is_broken(backend: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["sleep", "600"]) as rank:
+        ranks = RankGroup(siblings=(psutil.Process(rank.pid),))
+        monkeypatch.setattr(backend, "_engine", replace(backend._engine, ranks=ranks))
+        assert backend.healthy()
+        rank.kill()
+        rank.wait()
+        assert not backend.healthy()
 
 
 @pytest.mark.parametrize(("error", "healthy"), [(DRIVER, True), (LOST, False)], ids=["full", "lost"])
