@@ -99,10 +99,16 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def merged(module: Any, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """The module's fp32 stacked tensor [experts, out, in], or transposed [experts, in, out], plus scaling · B A."""
+    """The module's stacked tensor [experts, out, in], or transposed [experts, in, out], plus scaling · B A, on the CPU.
+
+    Computed in fp32 and rounded once. A GPU full of weights has room for this on one expert, but not on all at once.
+    """
+    found = torch.empty_like(weight, device="cpu")
     stacked_a, stacked_b = _stacked(a, b, len(weight))
-    added = torch.bmm(stacked_b, stacked_a)
-    return weight + scaling * (added.mT if _is_transposed(module) else added)
+    for expert, own in enumerate(weight):
+        added = stacked_b[expert] @ stacked_a[expert]
+        found[expert] = (own.float() + scaling * (added.mT if _is_transposed(module) else added)).to(weight.dtype)
+    return found
 
 
 def can_keep_some(module: Any) -> bool:

@@ -213,11 +213,11 @@ def wrap(model: nn.Module) -> None:
 def merged(model: nn.Module, name: str, weight: Tensor, pair: LoraPair, scaling: float) -> Tensor:
     """Returns W + scaling · B A (Hu et al. 2021, LoRA, section 4.1) for the weight of this name in an unwrapped model.
 
-    Computed in fp32 and rounded once, to the weight's dtype.
+    Computed in fp32 and rounded once, to the weight's dtype. That of stacked experts is on the CPU.
     """
     if weight.ndim == 3:
         module = model.get_submodule(name.rpartition(".")[0])
-        return experts.merged(module, weight.float(), pair.a, pair.b, scaling).to(weight.dtype)
+        return experts.merged(module, weight, pair.a, pair.b, scaling)
     return torch.addmm(weight.float(), pair.b, pair.a, alpha=scaling).to(weight.dtype)
 
 

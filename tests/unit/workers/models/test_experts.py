@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
 
@@ -131,6 +133,38 @@ def test_bfloat16_is_as_near_to_float32_as_a_loop_is(model: nn.Module) -> None:
     for one, other, wanted in zip(found, looped, exact, strict=True):
         error, error_of_loop = ((tensor.float() - wanted).norm() for tensor in (one, other))
         assert error <= 2 * error_of_loop, "an adapter's product is rounded twice more than a merged weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rank", "width"), [(3, 24), (32, 512)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_merged_experts_have_the_bits_of_all_at_once_and_are_computed_one_by_one(
+    dtype: torch.dtype, rank: int, width: int, transposed: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, a, b = (
+        torch.randn(shape, generator=generator)
+        for shape in ((6, *((40, width) if transposed else (width, 40))), (6 * rank, 40), (width, 6 * rank))
+    )
+    weight = weight.to(dtype)
+    added = torch.bmm(b.view(width, rank, 6).permute(2, 0, 1), a.view(6, rank, 40))
+    wanted = (weight.float() + 0.7 * (added.mT if transposed else added)).to(dtype)
+    with Largest() as largest:
+        found = experts.merged(SimpleNamespace(is_transposed=transposed), weight, a, b, 0.7)
+    assert found.dtype == dtype and torch.equal(found, wanted)
+    assert largest.elements == width * 40, "one expert at a time"
+
+
+class Largest(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that an operation computes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and not func.is_view and func is not torch.ops.aten.empty_like.default:
+            self.elements = max(self.elements, found.numel())
+        return found
 
 
 @pytest.fixture
