@@ -2,11 +2,13 @@
 
 The trainer's process starts a node (workers/node.py) on each host over ssh and watches the nodes. When one node ends,
 all end. When this process ends, however it ends, each node loses its pipe and ends too. DeepSpeed's own launcher for
-several nodes, pdsh, does neither, and stops a group by `pkill -f` of every DeepSpeed launch of its user.
+several nodes, pdsh, does neither, and stops a group by `pkill -f` of every DeepSpeed launch of its user. Its launcher
+for one node waits for one rank after the other, each for 30 s, so a node kills it.
 
 The first line on stdin says what to run. It also carries settings and secrets, so that they are on no command line
-and in no environment another process can read. The lines after it are heartbeats. When stdin ends, or falls silent,
-the ranks here end too: rank 0 ends in order and releases the others, and the remaining ranks are killed.
+and in no environment another process can read. The lines after it are heartbeats, or say that another node has ended.
+When stdin ends, or falls silent, the ranks here end too: rank 0 ends in order and releases the others, and the
+remaining ranks are killed.
 """
 
 from __future__ import annotations
@@ -39,8 +41,13 @@ from app.stack.signals import stop_signals
 from app.stack.supervisor import SETUP_ERROR_CODE
 
 BEAT_S = 1.0
-# A node gives its ranks 30 s (deepspeed.launcher.launch) before it kills them.
-_GRACE_S = 45.0
+# A node gives its ranks this time before it kills them, all together.
+RANKS_S = 30.0
+# The same after another node has ended. It is less than the time after which rank 0 gives its Op back, as in an orderly
+# stop: the Op may be why the other node has ended, so this is an attempt.
+BROKEN_S = 5.0
+_GRACE_S = RANKS_S + 15.0
+_BROKEN = b"broken"
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
 # Environment variables that the ranks of one machine would inherit. Secrets are in the settings; both travel inside
 # ssh's channel.
@@ -74,6 +81,9 @@ def run(
             for node in nodes:
                 _tell(node, b"")
         ended = next((node.returncode for node in nodes if node.poll() is not None), 0)
+        if not stopping.is_set():
+            for node in nodes:
+                _tell(node, _BROKEN)
         _end(nodes)
         return 0 if stopping.is_set() else ended
 
@@ -164,9 +174,10 @@ def free_port() -> int:
 
 
 class Lifeline:
-    """A pipe whose other end sends heartbeats."""
+    """A pipe whose other end sends heartbeats. `broken`: it said that another node has ended."""
 
     def __init__(self, pipe: FileIO) -> None:
+        self.broken = False
         self._pipe = pipe
         self._heard = time.monotonic()
         self._ended = False
@@ -176,8 +187,9 @@ class Lifeline:
         return not self._ended and time.monotonic() - self._heard < SILENCE_S
 
     def _listen(self) -> None:
-        for _ in self._pipe:
+        for line in self._pipe:
             self._heard = time.monotonic()
+            self.broken = self.broken or line.strip() == _BROKEN
         self._ended = True
 
 
@@ -204,7 +216,8 @@ def main() -> int:
 
 
 def _launch(arguments: list[str], environ: Mapping[str, str], pipe: FileIO) -> int:
-    """Runs DeepSpeed's launcher for one node: it ends all of its ranks when one of them fails, or it gets a SIGTERM."""
+    """Runs DeepSpeed's launcher for one node: it ends all of its ranks when one of them fails, or it gets a SIGTERM. If
+    that takes too long, kills it and leaves ranks behind."""
     me = os.getpid()
     launcher = subprocess.Popen(
         [sys.executable, "-u", "-m", "deepspeed.launcher.launch", *arguments],
@@ -216,6 +229,9 @@ def _launch(arguments: list[str], environ: Mapping[str, str], pipe: FileIO) -> i
     while launcher.poll() is None and lifeline.held():
         time.sleep(_TICK_S)
     launcher.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        return launcher.wait(BROKEN_S if lifeline.broken else RANKS_S)
+    launcher.kill()
     return launcher.wait()
 
 

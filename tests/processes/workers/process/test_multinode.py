@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 
 import psutil
@@ -12,7 +15,7 @@ import pytest
 from app.errors import SetupError
 from app.settings import Settings
 from tests.hosts import FIRST, SECOND, install_ssh
-from workers.process import multinode
+from workers.process import multinode, orderly_stop
 
 # Writes its process id to a file for the test. The rank that the argument names fails once the other has written too.
 PROGRAM = """
@@ -21,6 +24,23 @@ rank, folder, end = os.environ["RANK"], sys.argv[1], sys.argv[2]
 open(f"{folder}/{rank}.part", "w").write(str(os.getpid()))
 os.rename(f"{folder}/{rank}.part", f"{folder}/{rank}")
 while end != rank or not os.path.exists(f"{folder}/{1 - int(rank)}"):
+    time.sleep(0.1)
+sys.exit(7)
+"""
+
+# A rank that works on for a while after a SIGTERM, as rank 0 does, and then gives its Op back.
+BUSY = """
+import os, signal, sys, time
+rank, folder = os.environ["RANK"], sys.argv[1]
+if rank == "0":
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+open(f"{folder}/{rank}", "w").write(str(os.getpid()))
+if rank == "0":
+    signal.sigwait({signal.SIGTERM})
+    open(f"{folder}/asked", "w").close()
+    time.sleep(%s)
+    open(f"{folder}/given back", "w").close()
+while not os.path.exists(f"{folder}/0"):
     time.sleep(0.1)
 sys.exit(7)
 """
@@ -45,6 +65,33 @@ def test_when_a_rank_fails_the_others_end_and_its_code_is_the_groups(tmp_path: P
     code = multinode.run({FIRST: 1, SECOND: 1}, Settings(data_dir=tmp_path), "group", [module, str(tmp_path), "1"])
     assert code == 7
     assert not any(psutil.pid_exists(int((tmp_path / rank).read_text())) for rank in ("0", "1"))
+
+
+def test_the_death_of_a_rank_on_another_host_is_an_attempt_of_the_op_that_runs(tmp_path: Path, module: str) -> None:
+    (tmp_path / "busy.py").write_text(BUSY % orderly_stop._WITHIN_S)
+    code = multinode.run({FIRST: 1, SECOND: 1}, Settings(data_dir=tmp_path), "group", ["busy", str(tmp_path)])
+    assert code == 7
+    assert (tmp_path / "asked").exists(), "it had time to end by itself"
+    assert not (tmp_path / "given back").exists()
+    assert not psutil.pid_exists(int((tmp_path / "0").read_text()))
+
+
+def test_a_node_gives_all_of_its_ranks_together_the_time_to_end(
+    tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stubborn.py").write_text("import signal; signal.signal(15, signal.SIG_IGN)\n" + PROGRAM)
+    monkeypatch.setattr(multinode, "RANKS_S", 0.1)
+    orders = next(multinode._orders({FIRST: 2}, Settings(data_dir=tmp_path), ["stubborn", str(tmp_path), "none"], ()))
+    read, write = os.pipe()
+    with ThreadPoolExecutor(1) as threads:
+        code = threads.submit(multinode._launch, orders["launch"], {}, FileIO(read))
+        pids = [await_pid(tmp_path / rank) for rank in ("0", "1")]
+        os.close(write)
+        try:
+            assert code.result() == -signal.SIGKILL, "it did not wait for the launcher, which waits for each"
+        finally:
+            for pid in filter(psutil.pid_exists, pids):
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import SetupError
-from workers.process import multinode
+from workers.process import multinode, orderly_stop
 
 
 def await_false(what: Callable[[], bool]) -> None:
@@ -32,6 +32,10 @@ def test_a_pipe_holds_while_it_is_heard_of_and_no_longer(monkeypatch: pytest.Mon
     assert line.held()
     os.close(write)
     await_false(line.held)
+
+
+def test_rank_0_of_a_broken_group_is_killed_before_it_gives_its_op_back() -> None:
+    assert multinode.BROKEN_S < orderly_stop._WITHIN_S < multinode.RANKS_S < multinode._GRACE_S
 
 
 def test_the_port_of_the_ranks_is_free_and_none_of_those_that_outgoing_connections_get(
