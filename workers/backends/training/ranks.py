@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ T = TypeVar("T")
 Name = TypeVar("Name", str, int)
 COMPUTE_DEADLINE = timedelta(minutes=10)
 _CONTROL_DEADLINE = timedelta(days=365)
+
+_LOOK_S = 1.0
+# Enough to leave in order, where rank 0 has left in order just before.
+_LAST_S = 10.0
 
 # fp32 elements sent at once: 64 MB.
 _BUNDLE_ELEMENTS = 2**24
@@ -64,6 +69,14 @@ class RankGroup:
     def lost_one(self) -> bool:
         """True if another rank on this machine has ended. No collective; any thread may call it."""
         return not all(map(_lives, self.siblings))
+
+    def end_after_loss(self) -> NoReturn:
+        """Ends this process 10 s after another rank on this machine has ended. For a thread: the rank itself may wait
+        for ever for the other one, and ignores the launcher's signals."""
+        while not self.lost_one():
+            time.sleep(_LOOK_S)
+        time.sleep(_LAST_S)
+        os._exit(1)
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Replaces each tensor, in place, by its sum over the ranks; one collective for all of them. They have one

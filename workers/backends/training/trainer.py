@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -135,6 +136,7 @@ class Trainer(ABC):
 
         Raises when rank 0 is gone or a pass failed here; the process must then end, and with it the group.
         """
+        threading.Thread(target=self._engine.ranks.end_after_loss, daemon=True).start()
         while True:
             match decode(self._engine.ranks.receive()):
                 case ("apply", ops):
