@@ -7,4 +7,4 @@ import sys
 from workers.celery_app import app
 
 if __name__ == "__main__":
-    app.start(["flower", *sys.argv[1:]])
+    sys.exit(app.start(["flower", *sys.argv[1:]]))

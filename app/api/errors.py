@@ -96,10 +96,18 @@ def describe(error: HTTPException) -> str:
     messages = (getattr(error, "data", None) or {}).get("messages")
     if not messages:
         return error.description or error.name
-    sources = {"json": request.get_json(silent=True), "query": request.args}
+    sources = {"json": _json(), "query": request.args}
     complaints = list(islice(_complaints(messages, sources), _MOST_COMPLAINTS + 1))
     more = "; and more" if len(complaints) > _MOST_COMPLAINTS else ""
     return "; ".join(complaints[:_MOST_COMPLAINTS]) + more
+
+
+def _json() -> Any:
+    """The JSON of the request; None where it cannot be read, and what is described is another error."""
+    try:
+        return request.get_json(silent=True)
+    except (HTTPException, RequestError):
+        return None
 
 
 def register(app: Flask) -> None:

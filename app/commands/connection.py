@@ -27,9 +27,9 @@ from app.stores.store_id import check_store_id
 
 
 def settings_of(options: Options) -> Settings:
-    """The settings of the stack that runs on the data folder, unless a state server is given. Without --config it reads
-    the file that TINSMITH_SETTINGS names, as every process of a stack does. Raises SetupError when no stack has run
-    there, and when the folder is a copy or was moved: its settings name the servers of the first folder."""
+    """The settings of the stack that runs on the data folder, unless another state server is given. Without --config it
+    reads the file that TINSMITH_SETTINGS names, as every process of a stack does. Raises SetupError when no stack has
+    run there, and when the folder is a copy or was moved: its settings name the servers of the first folder."""
     folder, settings = _found(options)
     # A stack in a container has another path for its folder.
     if not _is_at(settings, folder) and not is_in_use(folder):
@@ -76,9 +76,9 @@ def _found(options: Options) -> tuple[Path, Settings]:
 
 
 def _is_of(settings: Settings, written: Path) -> bool:
-    """True if the written settings are those of a stack on this data folder with this state server: `tinsmith up` has
-    added keys, secrets and a base model to those of its config file and options."""
-    if not os.access(written, os.R_OK):
+    """True if the written settings are those of a stack that runs on this data folder with this state server:
+    `tinsmith up` has added keys, secrets and a base model to those of its config file and options."""
+    if not is_in_use(settings.data_dir):
         return False
     stack = settings_module.load(written, {})
     return stack.redis.url == settings.redis.url and _is_at(stack, settings.data_dir)

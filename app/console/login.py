@@ -98,9 +98,9 @@ def add(blueprint: Blueprint) -> None:
 
 
 def _check_form() -> None:
-    """Answers 403 unless this browser got the form from here. Only a body that has arrived is read: the event loop
-    waits for those of a client with a cookie, if they have a length and no Expect header (app/gunicorn_worker.py). It
-    does not wait for a long prompt, so that takes a login."""
+    """Answers 403 unless this browser got the form from here. Without a login only a body that has arrived is read: the
+    event loop waits for those of a client with a cookie, if they have a length and no Expect header
+    (app/gunicorn_worker.py). It does not wait for a long prompt, so that takes a login."""
     most = _MOST_PLAY_BYTES if request.endpoint == _PLAY else _MOST_FORM_BYTES
     if request.content_length is None or "Expect" in request.headers:
         abort(411, "send the form with its length, and without an Expect header")

@@ -80,10 +80,10 @@ class DataFolder:
     def _lock(self) -> None:
         deadline = time.monotonic() + _LEFTOVERS_WAIT_S
         while not self._try_lock():
-            if self._holder_is_alive() or time.monotonic() > deadline:
-                user = f"another stack uses the data folder {self.root} (process {self._holder()}); stop it"
-                if not self._holder_is_alive():
-                    user = f"processes of a stack that was killed still use the data folder {self.root}; end them"
+            user = f"another stack uses the data folder {self.root} (process {self._holder()}); stop it"
+            if not (alive := self._holder_is_alive()):
+                user = f"processes of a stack that was killed still use the data folder {self.root}; end them"
+            if alive or time.monotonic() > deadline:
                 os.close(self.lock_fd)
                 raise SetupError(f"{user}, or choose another folder with --data-dir")
             time.sleep(0.1)

@@ -100,7 +100,8 @@ class Supervisor:
         self._strangers: set[int] = set()
 
     def __enter__(self) -> Supervisor:
-        # A shell that ended with `exec tinsmith up` leaves its background processes as children of this one.
+        # A shell that ended with `exec tinsmith up` leaves its background processes as children of this one. What they
+        # start and leave behind cannot be told from what workers leave behind.
         self._strangers = stack_child.children()
         stack_child.adopt_orphans()
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -58,6 +59,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _KEY_FILE = "api-key"
 _API = "api"
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 # By the section of the settings: the first part of a worker's name, and its command.
 _WORKERS = {
     "trainer": ("trainer", "workers.trainer"),
@@ -85,12 +87,9 @@ def up(options: Options) -> int:
     settings = config.resolve(options, os.environ)
     ports.listen_port(settings.api)
     say = _teller(options)
-    with _private_files(), closing(DataFolder(settings.data_dir)) as folder:
+    with _private_files(), closing(DataFolder(settings.data_dir)) as folder, _full_disk_named(folder):
         with interrupted_by(*_STOP_SIGNALS):  # it may fetch a model for minutes
-            try:
-                plan = prepare(settings, options, folder)
-            except OSError as error:  # a full disk, for one
-                raise unwritable(folder.root, error) from None
+            plan = prepare(settings, options, folder)
         _warn_of_faults(plan.settings)
         say(f"data in {folder.root}, logs in {folder.logs}{_key_notice(settings, folder)}")
         with (
@@ -100,6 +99,17 @@ def up(options: Options) -> int:
         ):
             _run(supervisor, plan, say, None if options.quiet else stopping)
     return 0
+
+
+@contextmanager
+def _full_disk_named(folder: DataFolder) -> Iterator[None]:
+    """A context in which a disk that takes no more raises SetupError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise unwritable(folder.root, error) from None
 
 
 def _warn_of_faults(settings: Settings) -> None:

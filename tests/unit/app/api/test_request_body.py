@@ -81,6 +81,15 @@ def test_an_upload_that_ends_before_its_length_replaces_nothing(api: Api) -> Non
     assert stored(api) != before
 
 
+@pytest.mark.parametrize("stated", [9, None])
+def test_a_mistake_in_the_url_is_named_whatever_became_of_the_body(api: Api, stated: int | None) -> None:
+    """The answer to it reads the body's JSON, for the values of the fields that it names."""
+    body = b"{" if stated else b" " * (api.client.application.config["MAX_CONTENT_LENGTH"] + 1)
+    url = f"{API}/uploads/5/x"
+    answer = send(api, url, body, stated=stated, method="PUT", **{"Content-Type": "application/json"})
+    assert (answer.status_code, "signature" in answer.json["detail"]) == (422, True), answer.text
+
+
 def test_a_call_in_chunks_may_have_as_many_bytes_as_one_with_a_length(api: Api) -> None:
     """The bytes up to the limit are a call by themselves."""
     most = api.client.application.config["MAX_CONTENT_LENGTH"]

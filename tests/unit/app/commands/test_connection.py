@@ -109,11 +109,14 @@ def test_a_config_file_that_names_the_state_server_leads_to_the_keys_and_models_
     keys = f'api_keys = ["{"a" * 64}"]\n'
     written.write_text(keys + written.read_text() + '[[base_models]]\nname = "bundled"\npath = "x"\n')
     (tmp_path / "mine.toml").write_text('[redis]\nurl = "redis://own:1/0"\n')
-    found = connection.settings_of(replace(options, config=tmp_path / "mine.toml"))
-    assert (found.api_keys, [base.name for base in found.base_models]) == (("a" * 64,), ["bundled"])
-    (tmp_path / "mine.toml").write_text('[redis]\nurl = "redis://other:1/0"\n')
-    other = connection.settings_of(replace(options, config=tmp_path / "mine.toml"))
-    assert (other.api_keys, other.base_models) == ((), ())
+    named = replace(options, config=tmp_path / "mine.toml")
+    with closing(DataFolder(options.data_dir)):
+        found = connection.settings_of(named)
+        assert (found.api_keys, [base.name for base in found.base_models]) == (("a" * 64,), ["bundled"])
+        (tmp_path / "mine.toml").write_text('[redis]\nurl = "redis://other:1/0"\n')
+        assert connection.settings_of(named).api_keys == ()
+    (tmp_path / "mine.toml").write_text('[redis]\nurl = "redis://own:1/0"\n')
+    assert connection.settings_of(named).api_keys == (), "a stack that has stopped may start with another config file"
 
 
 @pytest.mark.parametrize("command", ["status", "rebuild", "admin org list"])

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 import redis
 
 from app.domain.records import LAST_WORKERS, Refusal, Worker
+from app.errors import SetupError
 from app.settings import ApiSettings, BaseModelSettings, Settings
 from app.stack import ports, up
 from app.stack.child import Command
@@ -102,3 +105,13 @@ def test_a_stack_with_given_keys_signs_urls_with_a_secret_that_it_keeps(tmp_path
     assert first.url_secret == second.url_secret == (tmp_path / "url-secret").read_text().strip() != ""
     assert up._with_secrets(Settings(api_keys=("a" * 64,), url_secret="s" * 32), folder).url_secret == "s" * 32
     folder.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_disk_that_fills_up_later_is_named_with_its_folder(number: int, tmp_path: Path) -> None:
+    with closing(DataFolder(tmp_path)) as folder:
+        said = f"cannot write to the data folder {tmp_path}: {os.strerror(number)}"
+        with pytest.raises(SetupError, match=said), up._full_disk_named(folder):
+            raise OSError(number, os.strerror(number))
+        with pytest.raises(PermissionError), up._full_disk_named(folder):
+            raise PermissionError("the file of a model")
