@@ -301,7 +301,7 @@ MUTANTS = (
         "workers/process/multinode.py",
         "list(devices or range(slots))[:slots]",
         "list(range(slots))",
-        f"{_NODES}::test_the_ranks_of_a_host_see_as_many_of_the_named_gpus_as_it_has_slots",
+        f"{_NODES}::test_the_ranks_of_a_host_see_as_many_of_the_named_gpus_as_it_has_slots_and_their_copys_port",
     ),
     Mutant(
         "gpus: a copy has its own",
