@@ -106,7 +106,7 @@ def _json() -> Any:
     """The JSON of the request; None where it cannot be read, and what is described is another error."""
     try:
         return request.get_json(silent=True)
-    except (HTTPException, RequestError):
+    except (HTTPException, RequestError, RecursionError):
         return None
 
 

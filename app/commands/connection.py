@@ -78,7 +78,7 @@ def _found(options: Options) -> tuple[Path, Settings]:
 def _is_of(settings: Settings, written: Path) -> bool:
     """True if the written settings are those of a stack that runs on this data folder with this state server:
     `tinsmith up` has added keys, secrets and a base model to those of its config file and options."""
-    if not is_in_use(settings.data_dir):
+    if not is_in_use(settings.data_dir) or not os.access(written, os.R_OK):  # a stack that starts has not written them
         return False
     stack = settings_module.load(written, {})
     return stack.redis.url == settings.redis.url and _is_at(stack, settings.data_dir)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from app import dispatch
@@ -66,6 +67,7 @@ class AssembledTrainer:
     rebalancer: Rebalancer
     idle_eviction: IdleEviction
     end: Callable[[str], NoReturn]
+    closing: threading.Event = field(default_factory=threading.Event, kw_only=True)
 
     def runtime(self) -> Runtime:
         return Runtime(
@@ -87,8 +89,8 @@ class AssembledTrainer:
         Ends the process at the cost of an attempt if the backend has failed: the launcher of several ranks also sends
         SIGTERM when one of them has died, perhaps of the running Op.
         """
-        if not self.serving.backend.healthy():
-            self.end("it was asked to end after the backend had failed")
+        if not self.closing.is_set() and not self.serving.backend.healthy():
+            self.end("the backend failed; another rank may have died")
         self.owner.hand_back()
         self.drain.release()
 
@@ -99,6 +101,7 @@ class AssembledTrainer:
             self.idle_eviction()
 
     def close(self) -> None:
+        self.closing.set()  # the other ranks end with the backend
         self.drain.settle_and_release(_SETTLE_S)
         self.shm_transfers.close()
         self.snapshots.close()

@@ -65,18 +65,17 @@ class Importer:
         path, size = path_of(session_id), sum(file.stat().st_size for file in files.values())
         if self.records.get(Checkpoint.namespace, str(path)):
             return str(path)
-        with self.quotas.releasing(path):
-            self.quotas.reserve(caller, project, path, size)
-            made = {"model_id": path.model_id, "tinker_path": str(path), "base_model": base_model}
-            audit.note(self.records, caller, project, "checkpoint_import", made, once=str(path))
-            entries = {name: file_entry(file) for name, file in sorted(files.items())}
-            place = _place(path, _seq(entries))
-            self._add_run(caller, project, place, base_model, lora)
-            self.lifecycle.use_files(str(place))
-            for name, file in files.items():
-                self.objects.put_new(f"{place}/{name}", file)
-            manifest = self._put_manifest(path, place, project, base_model, lora, entries)
-            self.records.put_reserved(str(path), Checkpoint.of(place, manifest, caller.key_id if caller else ""))
+        self.quotas.reserve(caller, project, path, size)
+        made = {"model_id": path.model_id, "tinker_path": str(path), "base_model": base_model}
+        audit.note(self.records, caller, project, "checkpoint_import", made, once=str(path))
+        entries = {name: file_entry(file) for name, file in sorted(files.items())}
+        place = _place(path, _seq(entries))
+        self._add_run(caller, project, place, base_model, lora)
+        self.lifecycle.use_files(str(place))
+        for name, file in files.items():
+            self.objects.put_new(f"{place}/{name}", file)
+        manifest = self._put_manifest(path, place, project, base_model, lora, entries)
+        self.records.put_reserved(str(path), Checkpoint.of(place, manifest, caller.key_id if caller else ""))
         return str(path)
 
     def _add_run(

@@ -100,7 +100,7 @@ class RedisLifecycle:
     def forget(self, session_id: str) -> bool | None:
         """Removes the custom losses of a retired session, some at each call, and its record with the last ones. Returns
         None while losses are left, and False, without a change, for a session that is not retired any more."""
-        reply = self._run("forget", session_id, self._retain_ms)
+        reply = self._run("forget", session_id, self._retain_ms, ids.loss_prefix(session_id))
         return None if reply == _LOSSES_LEFT else bool(reply)
 
     def end_model(self, model_id: str, *, retired: bool = False) -> Holder | None:

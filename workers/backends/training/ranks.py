@@ -181,6 +181,8 @@ def _lives(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+    except (psutil.Error, OSError):  # such as too many open files: that says nothing of the other process
+        return True
 
 
 def end() -> NoReturn:

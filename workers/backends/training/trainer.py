@@ -134,7 +134,8 @@ class Trainer(ABC):
     def follow(self) -> None:
         """Takes part in rank 0's calls until its `shutdown`. Every other rank runs this after `open`.
 
-        Raises when rank 0 is gone or a pass failed here; the process must then end, and with it the group.
+        Raises when rank 0 is gone or a pass failed here; the process must then end, and with it the group. Ends the
+        process itself where it is stuck after another rank has ended.
         """
         threading.Thread(target=self._engine.ranks.end_after_loss, daemon=True).start()
         while True:

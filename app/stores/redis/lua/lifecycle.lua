@@ -114,14 +114,17 @@ return silent
 -- script: forget flags=allow-oom
 -- needs: is_retired, list_session
 -- Remove the record of a session that has nothing left but custom losses, after these; of many a slice.
--- ARGV: session id, ms since which it must have ended. Returns 1, 0 when the session is open again, or 2 when losses are
--- left.
+-- ARGV: session id, ms since which it must have ended, prefix of its losses' ids. Returns 1, 0 when the session is open
+-- again, or 2 when losses are left.
 local REMOVED_AT_ONCE = 200
 if not is_retired(cjson.encode(ARGV[1]), ARGV[2]) then return 0 end
-local prefix, index = ARGV[1] .. ':loss:', 'tinsmith:index:losses'
+local prefix, index = ARGV[3], 'tinsmith:index:losses'
 local losses = redis.call('ZRANGEBYLEX', index, '[' .. prefix, '(' .. prefix .. '\255', 'LIMIT', 0, REMOVED_AT_ONCE)
 for _, id in ipairs(losses) do
-  redis.call('DEL', 'tinsmith:losses:' .. id)
+  local loss = 'tinsmith:losses:' .. id
+  local quotes = 2  -- the content is JSON text
+  redis.call('HINCRBY', 'tinsmith:sessions:' .. ARGV[1], 'loss_bytes', quotes - redis.call('HSTRLEN', loss, 'content'))
+  redis.call('DEL', loss)
   redis.call('ZREM', index, id)
 end
 if #losses == REMOVED_AT_ONCE then return 2 end

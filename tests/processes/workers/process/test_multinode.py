@@ -68,7 +68,7 @@ def test_when_a_rank_fails_the_others_end_and_its_code_is_the_groups(tmp_path: P
 
 
 def test_the_death_of_a_rank_on_another_host_is_an_attempt_of_the_op_that_runs(tmp_path: Path, module: str) -> None:
-    (tmp_path / "busy.py").write_text(BUSY % orderly_stop._WITHIN_S)
+    (tmp_path / "busy.py").write_text(BUSY % (4 * orderly_stop._WITHIN_S))
     code = multinode.run({FIRST: 1, SECOND: 1}, Settings(data_dir=tmp_path), "group", ["busy", str(tmp_path)])
     assert code == 7
     assert (tmp_path / "asked").exists(), "it had time to end by itself"

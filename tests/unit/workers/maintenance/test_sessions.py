@@ -255,8 +255,8 @@ def test_a_session_that_is_retired_takes_its_custom_losses_along_also_after_an_i
     installation: Installation, monkeypatch: pytest.MonkeyPatch
 ):
     for number in range(450):
-        loss = Loss("me", SESSION, 0.0, "")
-        installation.records.put_loss(f"{SESSION}:loss:{number}", loss, 1)
+        loss = Loss("me", SESSION, 0.0, "abcd")
+        installation.records.put_loss(f"{SESSION}:loss:{number}", loss, 10**6)
     installation.records.put_loss(f"{OTHER}:loss:0", Loss("me", OTHER, 0.0, ""), 1)
     installation.teardown().finish(SESSION, "success")
     settings = PATIENT.model_copy(update={"retain_s": 0.001})
@@ -271,7 +271,9 @@ def test_a_session_that_is_retired_takes_its_custom_losses_along_also_after_an_i
     monkeypatch.setattr(RedisLifecycle, "forget", forget_and_break_off_once)
     installation.sweep(settings)
     assert RedisLifecycle(installation.client, settings).retired() == [SESSION], "the rest is done later"
-    assert list(installation.records.ids(Loss.namespace, f"{SESSION}:loss:"))
+    left = list(installation.records.ids(Loss.namespace, f"{SESSION}:loss:"))
+    assert 0 < len(left) < 450
+    assert installation.client.hget(f"tinsmith:sessions:{SESSION}", "loss_bytes") == str(4 * len(left)).encode()
     installation.sweep(settings)
     assert list(installation.records.ids(Loss.namespace, "")) == [f"{OTHER}:loss:0"]
     assert len(list(installation.client.scan_iter("tinsmith:losses:*"))) == 1

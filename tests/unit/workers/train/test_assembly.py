@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from app.settings import TrainerSettings
+from tests.unit.workers.conftest import Ended, World
 from workers.train.assembly import _merged_tokens
 
 
@@ -22,3 +23,17 @@ def test_ops_of_other_models_may_fill_a_micro_batch_unless_passes_are_exact(
 ) -> None:
     facts = {"devices": [device], "micro_batch_tokens": micro_batch_tokens}
     assert _merged_tokens(TrainerSettings(**settings), facts) == merged
+
+
+def test_the_other_ranks_end_with_the_backend_and_that_is_no_failure_of_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for an orderly end may be over while the backend shuts down."""
+    worker = world.worker("a/1")
+    monkeypatch.setattr(worker.backend, "healthy", lambda: False)
+    with pytest.raises(Ended, match="the backend failed"):
+        worker.hand_back()
+    asked: list[None] = []
+    monkeypatch.setattr(worker.backend, "shutdown", lambda: asked.append(worker.hand_back()))
+    worker.close()
+    assert asked == [None]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -98,6 +99,14 @@ def test_a_rank_is_lost_as_soon_as_its_process_has_ended_whoever_waits_for_it() 
         finally:
             alive.kill()
             ended.kill()
+
+
+def test_a_rank_that_cannot_be_looked_for_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: psutil.Process) -> str:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(psutil.Process, "status", fail)
+    assert not RankGroup(0, 2, siblings=(psutil.Process(os.getpid()),)).lost_one()
 
 
 def test_the_norm_of_a_large_tensor_is_exact_on_a_cpu() -> None:
