@@ -22,7 +22,7 @@ _START_S = 600
 _PLACEHOLDER = "tinker://4f1d.../sampler_weights/sft"
 # Installing needs the network; the other model, a download of 1.2 GB.
 _NOT_HERE = re.compile(r"sudo |make setup|.*--model")
-_TINY = "tiny"
+_TINY, _BUNDLED = "tiny", "tinsmith-data/models/SmolLM2-135M-Instruct"
 
 
 def test_each_command_of_the_page_works_outside_the_checkout(tmp_path: Path):
@@ -40,7 +40,7 @@ def test_each_command_of_the_page_works_outside_the_checkout(tmp_path: Path):
     assert len(answers) == 2 and '"choices":' in answers[0]
     assert answers[1].removesuffix("\n"), "the greedy answer of a tiny model may be blanks"
     (program,) = [block.text for block in blocks() if (block.page, block.kind) == ("quickstart.md", "python")]
-    shell(f".venv/bin/python -c '{program.replace('HuggingFaceTB/SmolLM2-135M-Instruct', _TINY)}'", tmp_path)
+    shell(f".venv/bin/python -c '{program.replace(_BUNDLED, _TINY)}'", tmp_path)
 
 
 def commands() -> list[str]:
