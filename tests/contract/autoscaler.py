@@ -129,7 +129,8 @@ class Autoscaler:
                 self.starts[name] += 1
                 pod.process = self._start(pod, workload.command)
         for pod in workload.pods[needed:]:
-            if now - pod.needed_at > self.cool_down_s:
+            # KEDA waits longer than any start takes.
+            if now - pod.needed_at > self.cool_down_s and self._has_served(pod):
                 self._end(pod)
         self.most[name] = max(self.most[name], workload.running)
 
@@ -144,9 +145,12 @@ class Autoscaler:
         if pod.process is not None:
             pod.process.terminate()
             code = pod.process.wait(_ENDS_WITHIN_S)
-            if code != -signal.SIGTERM or self._log(pod).read_bytes().find(_SERVES, pod.log_start) >= 0:
+            if code != -signal.SIGTERM or self._has_served(pod):
                 self.codes.append(code)
             pod.process = None
+
+    def _has_served(self, pod: Pod) -> bool:
+        return pod.process is not None and self._log(pod).read_bytes().find(_SERVES, pod.log_start) >= 0
 
     def _log(self, pod: Pod) -> Path:
         return self.logs / f"{pod.name}.log"

@@ -104,6 +104,7 @@ def scaling(scaler: Autoscaler) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.timeout(1800)
 def test_workers_are_scaled_to_zero_and_back_by_the_apis_metrics_and_no_call_is_lost(autoscaler: Autoscaler) -> None:
     scaler = autoscaler
     with scaling(scaler), ExitStack() as apis:

@@ -13,6 +13,8 @@ from tests.recipes.defaults import METRICS, REFUSED, STEPS, Ended, ended, logged
 from tests.recipes.models import serving
 from tests.recipes.run import run
 
+pytestmark = pytest.mark.timeout(1800)  # the fixture runs eight programs
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -32,7 +32,8 @@ _HEAVY = (
 _ENVIRON = {"PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 _PLUGINS = ["-p", "pytest_timeout"]
 _ENDED_OTHERWISE = 99
-# A run that hangs has failed. pytest-timeout stops its clock when a test has failed, before the fixtures end.
+# A run that hangs has failed: one that takes longer, for each test. pytest-timeout stops its clock when a test has
+# failed, before the fixtures end.
 _LIMIT_S, _TESTS_FAILED = 300.0, 1
 
 
@@ -95,7 +96,7 @@ def _run(folder: str, log: str, arguments: list[str]) -> NoReturn:
         os.chdir(folder)
         sys.path[0] = folder
         random.seed()
-        limit = threading.Timer(_LIMIT_S, os._exit, [_TESTS_FAILED])
+        limit = threading.Timer(_LIMIT_S * len(arguments), os._exit, [_TESTS_FAILED])
         limit.daemon = True
         limit.start()
         code = int(import_module("pytest").main([*_PLUGINS, *arguments]))

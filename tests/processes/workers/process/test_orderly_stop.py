@@ -131,7 +131,6 @@ def test_stops_during_a_long_pass_cost_no_attempt(workers: Workers):
     assert result is not None and not result.failed
 
 
-@pytest.mark.timeout(600)
 def test_a_stop_of_several_ranks_costs_no_attempt(workers: Workers):
     request = workers.admit_pass()
     workers.stop_during_work("trainer", "ranks")
@@ -139,7 +138,6 @@ def test_a_stop_of_several_ranks_costs_no_attempt(workers: Workers):
     assert not workers.client.exists(keys.lease(MODEL)), "another trainer can go on at once"
 
 
-@pytest.mark.timeout(600)
 def test_the_death_of_another_rank_is_an_attempt_although_the_pass_does_not_notice_it(workers: Workers):
     """The launcher then stops this rank as a supervisor does."""
     request = workers.admit_pass()
@@ -184,7 +182,6 @@ def test_others_see_at_once_that_a_worker_is_asked_to_end(workers: Workers):
         workers.until(lambda: are(healthy=False), process)
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("role", ["trainer", "sampler"])
 def test_a_worker_that_is_asked_to_end_again_and_again_while_it_becomes_ready_ends(workers: Workers, role: str):
     with workers.running(role, "interrupted") as process:
@@ -193,7 +190,6 @@ def test_a_worker_that_is_asked_to_end_again_and_again_while_it_becomes_ready_en
     assert not list(RedisRecords(workers.client).list(Worker.namespace)), "others know that it has ended"
 
 
-@pytest.mark.timeout(600)
 def test_a_worker_whose_broker_does_not_answer_ends_too(workers: Workers):
     with socket.create_server(("127.0.0.1", 0)) as broker:
         workers.use_broker(f"redis://127.0.0.1:{broker.getsockname()[1]}/0")

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.domain.ops import Ragged
@@ -17,6 +17,7 @@ def datums(batch: MicroBatch) -> list[tuple[int, int]]:
     return [(share.job, int(datum)) for share in batch.shares for datum in share.datums]
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 128), st.booleans())
 def test_every_datum_is_in_one_micro_batch_within_the_limit(lengths: list[list[int]], limit: int, packed: bool) -> None:
     batches = cut(lengths, limit, packed=packed)
@@ -28,6 +29,7 @@ def test_every_datum_is_in_one_micro_batch_within_the_limit(lengths: list[list[i
         assert len(batch.lengths) == 1 or cost <= limit
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 128))
 def test_blocks_hold_whole_datums_in_the_order_of_their_tokens(lengths: list[list[int]], limit: int) -> None:
     for batch in cut(lengths, 128, packed=True):
@@ -38,6 +40,7 @@ def test_blocks_hold_whole_datums_in_the_order_of_their_tokens(lengths: list[lis
         assert all(sum(block.lengths) <= limit or len(block.lengths) == 1 for _, block in blocks)
 
 
+@settings(deadline=None)
 @given(LENGTHS)
 def test_datums_of_an_op_are_together(lengths: list[list[int]]) -> None:
     for batch in cut(lengths, 64, packed=True):
