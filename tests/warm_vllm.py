@@ -28,7 +28,7 @@ _SLOW = (
 class _Popen(popen_forkserver.Popen):
     def _launch(self, process: Any) -> None:
         with mock.patch.object(forkserver, "connect_to_new_process", _server().connect_to_new_process):
-            super()._launch(process)  # type: ignore[misc]
+            super()._launch(process)
 
 
 class _Process(ForkServerProcess):

@@ -28,7 +28,6 @@ from tests.api_server import BASE, KEY, ApiServer, start_api
 
 # Far longer than the tests take.
 _HOLD_S = 600
-_TRIES = 5
 _NONE = frozenset[tuple[str, str]]()
 _HEALTH = frozenset({("route", "/api/v1/healthz"), ("status", "200")})
 
@@ -137,9 +136,10 @@ def resident(pid: int) -> int:
 
 def test_a_process_with_fewer_connections_gets_the_new_ones(api: ApiServer):
     """Without a rule one of them gets most, the same one each time. With it, a process that gets no core within its
-    1 ms leaves a connection to the other, so an order has some tries."""
+    1 ms leaves a connection to the other, so one of five times may have too few."""
     for first, second in itertools.permutations(children(api)):
-        assert any(of_the_second(api, first, second) >= 20 for _ in range(_TRIES))
+        found = [of_the_second(api, first, second) for _ in range(5)]
+        assert sorted(found)[1] >= 20, found
 
 
 def of_the_second(api: ApiServer, first: int, second: int) -> int:
